@@ -1,0 +1,1 @@
+"""For submitters: submit, stream, resume, abort."""

@@ -1,0 +1,164 @@
+"""The events of a job, as stored in its transcript and published on its channel.
+
+Stored JSON carries no id: the stream entry's id is the event's id. On the channel the same
+object has `"id":"<attempt>-<seq>"` put in first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from mlxq.protocol.errors import BadCursor
+
+Channel = Literal["reasoning", "tool_call"]
+FinishReason = Literal["stop", "length", "tool_calls", "aborted"]
+RequeueReason = Literal["drain", "preempt", "crash"]
+
+
+class EventId(NamedTuple):
+    """`attempt-seq`. seq counts over all attempts, so a gap shows from two ids alone."""
+
+    attempt: int
+    seq: int
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> EventId:
+        """Reads `attempt-seq`; raises BadCursor for anything else."""
+        if isinstance(text, bytes):
+            text = text.decode("ascii", "replace")
+        attempt, dash, seq = text.partition("-")
+        if not (dash and _is_number(attempt) and _is_number(seq)):
+            raise BadCursor(f"bad event id {text[:80]!r}: expected attempt-seq, such as 1-17")
+        return cls(int(attempt), int(seq))
+
+    def __str__(self) -> str:
+        return f"{self.attempt}-{self.seq}"
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20
+
+
+class Usage(Struct, frozen=True, omit_defaults=True):
+    """Token counts of a job over all its attempts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Timings(Struct, frozen=True, omit_defaults=True):
+    """Seconds, measured by the worker of the last attempt. first_token_s counts from admission."""
+
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+
+class _Event(Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
+    id: str = ""
+
+
+class Started(_Event, frozen=True, tag="started", kw_only=True):
+    """First event of a job: `worker` admitted it with the model of this fingerprint."""
+
+    attempt: int
+    worker: str
+    model: str
+    prompt_tokens: int
+
+
+class Resumed(_Event, frozen=True, tag="resumed", kw_only=True):
+    """First event of a later attempt: generation goes on behind `tokens` stored tokens."""
+
+    attempt: int
+    worker: str
+    model: str
+    tokens: int
+
+
+class Token(_Event, frozen=True, tag="token", kw_only=True):
+    """One or more new token ids and the text they released (may be empty)."""
+
+    text: str
+    ids: list[int]
+    channel: Channel | None = None
+    logprobs: list[Any] | None = None
+
+
+class Requeued(_Event, frozen=True, tag="requeued", kw_only=True):
+    """The worker gave the job back; another one goes on."""
+
+    reason: str
+
+
+class Done(_Event, frozen=True, tag="done", kw_only=True):
+    """The job ended well, or was aborted."""
+
+    finish_reason: FinishReason
+    attempts: int
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+
+class Failed(_Event, frozen=True, tag="failed", kw_only=True):
+    """The job ended without a full answer; `retryable` says whether a new submit may help."""
+
+    code: str
+    message: str
+    retryable: bool = False
+    attempts: int
+    usage: Usage = Usage()
+
+
+Event = Started | Resumed | Token | Requeued | Done | Failed
+Terminal = Done | Failed
+
+
+class Unknown(Struct, frozen=True, kw_only=True):
+    """An event of a type this version does not know: it has an id and nothing to show."""
+
+    id: str = ""
+
+
+class Result(Struct, frozen=True):
+    """What FINISH stores in the job hash: the whole output of a job that ended well."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+_unknown = msgspec.json.Decoder(Unknown)
+_result = msgspec.json.Decoder(Result)
+
+
+def encode_event(event: Event) -> bytes:
+    """JSON for the transcript. `id` must be empty: the scripts give it."""
+    return _encoder.encode(event)
+
+
+def decode_event(data: bytes | str, event_id: str | None = None) -> Event | Unknown:
+    """One event from the channel, or from the transcript when `event_id` is given.
+
+    Raises msgspec.MsgspecError if it is not an event of any kind.
+    """
+    event: Event | Unknown
+    try:
+        event = _decoder.decode(data)
+    except msgspec.ValidationError:
+        event = _unknown.decode(data)
+    return event if event_id is None else msgspec.structs.replace(event, id=event_id)
+
+
+def encode_result(result: Result) -> bytes:
+    return _encoder.encode(result)
+
+
+def decode_result(data: bytes | str) -> Result:
+    return _result.decode(data)

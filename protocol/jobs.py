@@ -1,0 +1,116 @@
+"""The job as a submitter writes it: OpenAI chat field names, strict types, JSON.
+
+A job is a pure function of the submitter's arguments: no clock, no random value is put in,
+so that a repeated submit writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mlxq.protocol.errors import BadRequest
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+
+MAX_MESSAGES = 4_096
+MAX_STOPS = 16
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """One text part of a message's content."""
+
+    text: str
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One chat message. `content` is a text or a list of text parts."""
+
+    role: Role
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class Job(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What to generate and how. Exactly one of messages, prompt and prompt_token_ids is given.
+
+    messages            chat messages, put through the model's chat template
+    prompt              raw text, no template
+    prompt_token_ids    ids of the model's own vocabulary
+    max_tokens          most tokens to generate; None: up to 1,024 and what the context has room for
+    temperature         0 is greedy; 1 samples from the model's distribution
+    top_p, top_k, min_p nucleus, rank (0: off) and relative-probability cut-offs
+    repetition_penalty  >1 divides the logits of tokens seen in the prompt or the output
+    presence_penalty    OpenAI: subtracted once from every token of the output so far
+    frequency_penalty   OpenAI: subtracted per occurrence in the output so far
+    logit_bias          added to the logits, by token id (as a string, as in the OpenAI API)
+    seed                reproducible sampling; None: derived from the job id
+    stop                strings that end the output; never part of the text
+    ignore_eos          go on past the model's end-of-sequence token (for benchmarks)
+    """
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
+    ignore_eos: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list, whichever way they were written."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+_decoder = msgspec.json.Decoder(Job)
+_encoder = msgspec.json.Encoder()
+
+
+def encode_job(job: Job) -> bytes:
+    """JSON bytes of a checked job. Raises BadRequest for values outside the types or ranges."""
+    try:
+        spec = _encoder.encode(job)
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise BadRequest(str(error)) from None
+    decode_job(spec)
+    return spec
+
+
+def decode_job(spec: bytes | str) -> Job:
+    """The job in `spec`. Raises BadRequest with a readable message; nothing else."""
+    try:
+        job = _decoder.decode(spec)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise BadRequest(str(error)) from None
+    given = [
+        name
+        for name, value in (
+            ("messages", job.messages),
+            ("prompt", job.prompt),
+            ("prompt_token_ids", job.prompt_token_ids),
+        )
+        if value is not None
+    ]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise BadRequest(f"give exactly one of messages, prompt, prompt_token_ids; found {found}")
+    return job
+
+
+def text_of(content: str | Sequence[TextPart]) -> str:
+    """A message's content as one text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)

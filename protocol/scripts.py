@@ -1,0 +1,260 @@
+"""The eight Lua scripts as typed calls.
+
+A `Call` is a frozen request: running the same Call again sends the same bytes, which is what
+the protocol asks for when a reply was lost. Build calls with `Scripts`, run them with `run`,
+`run_all` (one round trip) or `run_blocking` (the lease thread's own connection).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+
+import redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.exceptions import NoScriptError
+
+from mlxq.protocol.keys import Keys, Lane
+
+T = TypeVar("T")
+Arg = str | bytes | int
+
+# Statuses of EMIT, FINISH, BEAT and RELEASE, one per item.
+DONE: Final = 1
+REPEATED: Final = 2  # was done before: the earlier reply was lost
+FENCED: Final = -1  # not owner, not this attempt, or not running
+ABORTED: Final = -2  # closed by this call
+EXPIRED: Final = -3  # past its deadline: closed by this call
+GAP: Final = -4  # seq is more than one ahead: an earlier event is missing
+BROKEN: Final = -5  # the transcript contradicts the hash: closed by this call
+
+ReleaseReason = Literal["drain", "preempt", "no_room", "crash"]
+PublishCommand = Literal["PUBLISH", "SPUBLISH"]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One Lua file with the SHA-1 by which the server knows it."""
+
+    source: str
+    sha: str
+
+
+@cache
+def script(name: str) -> Script:
+    """The script of `protocol/lua/NAME.lua`."""
+    source = (files("mlxq.protocol") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return Script(source, hashlib.sha1(source.encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One script call with the bytes it sends and the reading of its reply."""
+
+    script: Script
+    key: str
+    args: tuple[Arg, ...]
+    parse: Callable[[Any], T]
+
+
+class Enqueued(NamedTuple):
+    """Reply of ENQUEUE. `detail` is the state for ok and dup, the depth for full."""
+
+    status: Literal["ok", "dup", "full", "bad_id", "too_large"]
+    detail: str
+
+
+class Taken(NamedTuple):
+    """One job handed out by TAKE: `seq` events and `tokens` ids are stored already."""
+
+    id: str
+    attempt: int
+    seq: int
+    tokens: int
+    solo: bool
+    spec: bytes
+
+
+class Take(NamedTuple):
+    """Reply of TAKE: wait for work from `bell_id`; `more` asks for another TAKE at once."""
+
+    bell_id: str
+    more: bool
+    make_room: bool
+    jobs: list[Taken]
+
+
+class EmitItem(NamedTuple):
+    """One event for EMIT, or a look (seq 0, empty json). `tokens` counts all ids of the job."""
+
+    id: str
+    attempt: int
+    seq: int
+    tokens: int
+    json: bytes
+
+
+LOOK_SEQ: Final = 0
+
+
+def look(job_id: str, attempt: int) -> EmitItem:
+    """An EMIT item that stores nothing and tells whether the job is still ours."""
+    return EmitItem(job_id, attempt, LOOK_SEQ, 0, b"")
+
+
+class Sweep(NamedTuple):
+    """Reply of SWEEP: entries looked at, jobs closed, whether the cursor wrapped."""
+
+    looked: int
+    closed: int
+    wrapped: bool
+
+
+class Scripts:
+    """Builds the calls of one queue. `publish` is SPUBLISH in a cluster."""
+
+    def __init__(self, keys: Keys, publish: PublishCommand = "PUBLISH") -> None:
+        self.keys = keys
+        self.publish = publish
+
+    def enqueue(
+        self,
+        job_id: str,
+        spec: bytes,
+        *,
+        lane: Lane = "normal",
+        deadline_ms: int = 0,
+        cap: int = 10_000,
+        retention_ms: int = 3_600_000,
+        replay_ms: int = 300_000,
+        max_bytes: int = 8 * 2**20,
+    ) -> Call[Enqueued]:
+        args: tuple[Arg, ...] = (job_id, spec, lane, deadline_ms, cap)
+        args += (retention_ms, replay_ms, max_bytes)
+        return self._call("enqueue", self.keys.job(job_id), args, _enqueued)
+
+    def take(
+        self,
+        owner: str,
+        n: int,
+        *,
+        lease_ms: int,
+        alone: bool = False,
+        recover: bool = False,
+        max_crashes: int = 10,
+    ) -> Call[Take]:
+        args = (owner, n, lease_ms, int(alone), int(recover), max_crashes)
+        return self._call("take", self.keys.bell, args, _take)
+
+    def emit(self, owner: str, items: Sequence[EmitItem]) -> Call[list[int]]:
+        args: tuple[Arg, ...] = (owner, *(field for item in items for field in item))
+        return self._call("emit", self.keys.bell, args, _statuses)
+
+    def finish(
+        self,
+        owner: str,
+        job_id: str,
+        attempt: int,
+        *,
+        seq: int,
+        tokens: int,
+        state: Literal["done", "failed"],
+        result: bytes,
+        events: Sequence[bytes],
+    ) -> Call[int]:
+        """`events`: the last token events, then the terminal. `result` may be empty."""
+        args = (owner, job_id, attempt, seq, tokens, state, result, *events)
+        return self._call("finish", self.keys.job(job_id), args, int)
+
+    def beat(self, owner: str, jobs: Sequence[tuple[str, int]]) -> Call[list[int]]:
+        args: tuple[Arg, ...] = (owner, *(field for job in jobs for field in job))
+        return self._call("beat", self.keys.bell, args, _statuses)
+
+    def release(
+        self, owner: str, reason: ReleaseReason, jobs: Sequence[tuple[str, int]]
+    ) -> Call[list[int]]:
+        args: tuple[Arg, ...] = (owner, reason, *(field for job in jobs for field in job))
+        return self._call("release", self.keys.bell, args, _statuses)
+
+    def abort(self, job_id: str) -> Call[str]:
+        """Replies `aborted` (closed now), `finished` or `unknown`."""
+        return self._call("abort", self.keys.job(job_id), (job_id,), _text)
+
+    def sweep(self, chunk: int = 100) -> Call[Sweep]:
+        return self._call("sweep", self.keys.bell, (chunk,), _sweep)
+
+    def _call(
+        self, name: str, key: str, args: tuple[Arg, ...], parse: Callable[[Any], T]
+    ) -> Call[T]:
+        return Call(script(name), key, (self.publish, *args), parse)
+
+
+async def run(client: AsyncRedis, call: Call[T]) -> T:
+    """Runs one call; a server that does not know the script yet is given it."""
+    try:
+        reply = await client.evalsha(call.script.sha, 1, call.key, *call.args)
+    except NoScriptError:
+        reply = await client.eval(call.script.source, 1, call.key, *call.args)
+    return call.parse(reply)
+
+
+async def run_all(client: AsyncRedis, calls: Sequence[Call[Any]]) -> list[Any]:
+    """Runs calls in order in one round trip; each answer is the reply or an exception.
+
+    Raises only when the connection fails, and then any prefix of the calls may have run.
+    """
+    pipeline = client.pipeline(transaction=False)
+    for call in calls:
+        pipeline.evalsha(call.script.sha, 1, call.key, *call.args)
+    replies: list[Any] = await pipeline.execute(raise_on_error=False)
+    answers: list[Any] = []
+    for call, reply in zip(calls, replies, strict=True):
+        if isinstance(reply, NoScriptError):
+            answers.append(await run(client, call))
+        else:
+            answers.append(reply if isinstance(reply, Exception) else call.parse(reply))
+    return answers
+
+
+def run_blocking(client: redis.Redis, call: Call[T]) -> T:
+    """`run` for a thread that has a blocking connection of its own."""
+    try:
+        reply = client.evalsha(call.script.sha, 1, call.key, *call.args)
+    except NoScriptError:
+        reply = client.eval(call.script.source, 1, call.key, *call.args)
+    return call.parse(reply)
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _statuses(reply: list[Any]) -> list[int]:
+    return [int(status) for status in reply]
+
+
+def _enqueued(reply: list[Any]) -> Enqueued:
+    status, *rest = (part if isinstance(part, int) else _text(part) for part in reply)
+    return Enqueued(status, str(rest[0]) if rest else "")  # type: ignore[arg-type]
+
+
+def _take(reply: list[Any]) -> Take:
+    bell_id, more, make_room, *jobs = reply
+    return Take(
+        _text(bell_id),
+        bool(int(more)),
+        bool(int(make_room)),
+        [
+            Taken(_text(job_id), int(attempt), int(seq), int(tokens), bool(int(solo)), spec)
+            for job_id, attempt, seq, tokens, solo, spec in jobs
+        ],
+    )
+
+
+def _sweep(reply: list[Any]) -> Sweep:
+    looked, closed, wrapped = reply
+    return Sweep(int(looked), int(closed), bool(int(wrapped)))

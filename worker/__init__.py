@@ -1,0 +1,1 @@
+"""One process per GPU: takes jobs, runs them in one continuous batch, publishes every token."""

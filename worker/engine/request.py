@@ -1,0 +1,88 @@
+"""The messages that cross between the asyncio side and the engine thread: plain Python values.
+
+In: `Admit`, `Cancel`. Out: `Output`, one list per step. Nothing here holds an `mx.array`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+
+class RowKey(NamedTuple):
+    """Names one row: a late message about attempt 1 can never hit attempt 2 of the same job."""
+
+    job_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen from the logits; meanings and ranges as in `Job`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A checked request: prompt ids, and the ids an earlier attempt generated already.
+
+    max_tokens counts over all attempts: at most `max_tokens - len(generated)` more are made.
+    Sampling continues at position len(generated).
+    """
+
+    key: RowKey
+    prompt: list[int]
+    generated: list[int]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Drop the row, in whatever stage it is; unknown keys are ignored."""
+
+    key: RowKey
+
+
+class Output(NamedTuple):
+    """New ids of one row in one step.
+
+    finish "stop": the model ended with an id of `stop_ids`, which is not in `ids`.
+    finish "length": max_tokens is reached; the last id is in `ids`.
+    finish "error": this row alone failed; `error` says why. The row is gone in all three cases.
+    """
+
+    key: RowKey
+    ids: list[int]
+    finish: Literal["stop", "length", "error"] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the asyncio side must know of the loaded model.
+
+    fingerprint     same for two workers exactly if they hold the same weights and tokenizer
+    context_length  most positions (prompt + output) of one row
+    """
+
+    name: str
+    path: str
+    fingerprint: str
+    vocab_size: int
+    context_length: int
+    eos_ids: frozenset[int]
