@@ -167,8 +167,8 @@ class Scripts:
         events: Sequence[bytes],
     ) -> Call[int]:
         """`events`: the last token events, then the terminal. `result` may be empty."""
-        args = (owner, job_id, attempt, seq, tokens, state, result, *events)
-        args: tuple[Arg, ...] = (owner, n, lease_ms, int(alone), int(recover), max_crashes)
+        args: tuple[Arg, ...] = (owner, job_id, attempt, seq, tokens, state, result, *events)
+        return self._call("finish", self.keys.job(job_id), args, int)
 
     def beat(self, owner: str, jobs: Sequence[tuple[str, int]]) -> Call[list[int]]:
         args: tuple[Arg, ...] = (owner, *(field for job in jobs for field in job))
