@@ -15,6 +15,14 @@ from mlxq.protocol.keys import Keys
 from tests.server import Server, binary
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what talks to a server, so that `-m server` can run it again on redis-server."""
+    for item in items:
+        module = getattr(item, "module", None)
+        if "server" in getattr(item, "fixturenames", ()) or hasattr(module, "Server"):
+            item.add_marker("server")
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """A real server. Missing: the test is skipped on a developer's machine and fails in CI."""

@@ -1,0 +1,102 @@
+"""Everything CI checks, stage by stage: style, types, tests, and the tests again on Redis 7.0.
+
+All stages run even when one fails; the exit status is that of the first that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ops.lib.bootstrap import ROOT
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command. `shown`: its output is shown as it comes, not only when it fails."""
+
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    shown: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended. `closing` is the last line of what it printed."""
+
+    stage: Stage
+    status: int
+    seconds: float
+    closing: str
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.status == 0 else f"FAILED ({self.status})"
+        return f"{self.stage.name:<24} {verdict:<12} {self.seconds:6.1f} s"
+
+
+def stages(pytest_arguments: Sequence[str]) -> list[Stage]:
+    python = sys.executable
+    workers = str(min(max(os.cpu_count() or 2, 2), 8))
+    pytest = [python, "-m", "pytest", "-q", "-n", workers, "--dist", "worksteal"]
+    found = [
+        Stage("ruff check", [python, "-m", "ruff", "check", "."]),
+        Stage("ruff format", [python, "-m", "ruff", "format", "--check", "."]),
+        Stage("mypy", [python, "-m", "mypy"]),
+        Stage("demo model", [python, str(ROOT / "ops" / "model")]),
+        Stage("tests", [*pytest, *pytest_arguments], shown=True),
+    ]
+    if shutil.which("redis-server") or os.environ.get("CI"):
+        command = [*pytest, "-m", "server and not model", *pytest_arguments]
+        redis = {"MLXQ_TEST_SERVER": "redis"}
+        found.append(Stage("tests on redis-server", command, redis, shown=True))
+    return found
+
+
+def run(stage: Stage) -> Outcome:
+    """Runs one stage in the repository's root."""
+    started = time.monotonic()
+    process = subprocess.Popen(
+        stage.command,
+        cwd=ROOT,
+        env={**os.environ, **stage.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    lines = []
+    with process:
+        for line in process.stdout:
+            lines.append(line)
+            if stage.shown:
+                print(line, end="", flush=True)
+    if process.returncode != 0 and not stage.shown:
+        print("".join(lines), end="")
+    closing = next((line.rstrip() for line in reversed(lines) if line.strip()), "")
+    return Outcome(stage, process.returncode, time.monotonic() - started, closing)
+
+
+def main() -> int:
+    outcomes = []
+    for stage in stages(sys.argv[1:]):
+        if stage.shown:
+            print(f"--- {stage.name}", flush=True)
+        outcome = run(stage)
+        print(outcome, flush=True)
+        outcomes.append(outcome)
+    print("--- all stages")
+    for outcome in outcomes:
+        print(outcome)
+    if not shutil.which("redis-server"):
+        print("no redis-server on PATH: the tests ran on Valkey alone")
+    for outcome in reversed([outcome for outcome in outcomes if outcome.stage.shown]):
+        print(outcome.closing)
+    return next((outcome.status for outcome in outcomes if outcome.status), 0)
