@@ -1,0 +1,176 @@
+"""Between rows and engine: requests go in, outputs come back as text, rows are given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from mlxq.protocol.errors import BadRequest
+from mlxq.protocol.events import Resumed, Started, encode_event
+from mlxq.protocol.scripts import ReleaseReason, Scripts, Taken
+from mlxq.worker.admission import Admission, Admitted
+from mlxq.worker.chat import Tokenizer
+from mlxq.worker.config import Config
+from mlxq.worker.engine.request import Admit, ModelInfo, Output
+from mlxq.worker.engine.thread import EngineThread
+from mlxq.worker.link import Link
+from mlxq.worker.metrics import Metrics
+from mlxq.worker.output import OutputStage
+from mlxq.worker.publisher import Publisher
+from mlxq.worker.resume import CannotResume, read_transcript, rebuild
+from mlxq.worker.rows import Row, Rows, log_key
+
+_log = structlog.get_logger()
+
+
+class Bridge:
+    """Begins rows, turns engine outputs into text, releases rows. Loop thread only.
+
+    Invariant: a row is in the engine only while it is in `rows` and not ending; every other way
+    out of the table cancels it there.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        engine: EngineThread,
+        tokenizer: Tokenizer,
+        link: Link,
+        scripts: Scripts,
+        rows: Rows,
+        publisher: Publisher,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._link = link
+        self._scripts = scripts
+        self._rows = rows
+        self._publisher = publisher
+        self._metrics = metrics
+        self._admission = Admission(tokenizer, info, default_max_tokens=config.default_max_tokens)
+
+    async def begin(self, taken: Taken) -> None:
+        """Admits a job that was just taken, or fails it. Its row is in the table from here on."""
+        for old in self._rows.of_job(taken.id):
+            self.drop(old, "superseded")
+        row = Row(taken)
+        self._rows.add(row)
+        try:
+            admitted = self._admission.admit(taken.spec, taken.id)
+            generated = await self._restore(row, taken, admitted)
+        except BadRequest as error:
+            row.fail(error.code, str(error))
+        except CannotResume as error:
+            row.fail("internal", str(error), retryable=True)
+        else:
+            self._enter(row, admitted, generated)
+        self._publisher.notify()
+
+    async def _restore(self, row: Row, taken: Taken, admitted: Admitted) -> list[int]:
+        """Gives the row its output stage and first event. Returns the ids generated so far."""
+        stage = OutputStage(self._tokenizer, admitted.stops)
+        name, model, prompt_tokens = self._config.name, self._info.fingerprint, len(admitted.prompt)
+        if taken.seq == 0:
+            started = Started(
+                attempt=taken.attempt, worker=name, model=model, prompt_tokens=prompt_tokens
+            )
+            row.begin(encode_event(started), stage, prompt_tokens)
+            return []
+        key = self._scripts.keys.events(taken.id)
+        transcript = await self._link.insist(lambda: read_transcript(self._link.client, key, taken))
+        ids, skip = rebuild(transcript, stage, self._tokenizer, model)
+        resumed = Resumed(attempt=taken.attempt, worker=name, model=model, tokens=taken.tokens)
+        row.begin(encode_event(resumed), stage, prompt_tokens, skip=skip)
+        return ids
+
+    def _enter(self, row: Row, admitted: Admitted, generated: list[int]) -> None:
+        """Hands the request to the engine, unless the row was lost or is complete already."""
+        if self._rows.get(row.key) is None:
+            return
+        _log.info("admitted", **log_key(row), prompt=len(admitted.prompt), resumed=len(generated))
+        self._metrics.admitted(len(admitted.prompt))
+        if len(generated) >= admitted.max_tokens:
+            self._end(row, "length")
+            return
+        self._engine.admit(
+            Admit(
+                row.key,
+                admitted.prompt,
+                generated,
+                admitted.max_tokens,
+                admitted.sampling,
+                admitted.stop_ids,
+            )
+        )
+
+    async def run(self, steps: asyncio.Queue[list[Output]]) -> None:
+        """Applies the outputs of every step as it comes."""
+        while True:
+            self.apply(await steps.get())
+
+    def apply(self, outputs: Sequence[Output]) -> None:
+        """The outputs of one step: ids become text, and ends become terminal events."""
+        for output in outputs:
+            row = self._rows.get(output.key)
+            if row is not None and row.decoding:
+                self._advance(row, output)
+        self._publisher.notify()
+
+    def _advance(self, row: Row, output: Output) -> None:
+        assert row.stage is not None
+        if output.ids:
+            emitted = row.stage.feed(output.ids)
+            row.add(emitted.text, output.ids[: emitted.taken])
+            self._metrics.generated(emitted.taken)
+            if emitted.stopped:
+                self._engine.cancel(row.key)
+                self._end(row, "stop")
+                return
+        if output.finish == "error":
+            _log.error("row_failed", **log_key(row), error=output.error)
+            row.fail("internal", output.error, retryable=True)
+            self._rows.changed()
+        elif output.finish is not None:
+            self._end(row, output.finish)
+
+    def _end(self, row: Row, reason: str) -> None:
+        """A natural end: what the output stage held back goes out with the terminal event."""
+        assert row.stage is not None
+        if held_back := row.stage.flush():
+            row.add(held_back, [])
+        row.finish("stop" if reason == "stop" else "length")
+        self._rows.changed()
+
+    def drop(self, row: Row, why: str) -> None:
+        """This worker no longer holds the row: fenced, aborted, expired, superseded."""
+        if self._rows.remove(row):
+            self.gone(row, why)
+
+    def gone(self, row: Row, why: str) -> None:
+        """The row has left the table; nothing of it stays in the engine."""
+        self._engine.cancel(row.key)
+        self._metrics.ended(why)
+        if row.first_token_s is not None:
+            self._metrics.first_token(row.first_token_s)
+        _log.info("ended", **log_key(row), how=why, tokens=row.tokens)
+
+    async def release(self, rows: Sequence[Row], reason: ReleaseReason) -> None:
+        """Gives jobs back, with all that they have produced stored, to resume elsewhere."""
+        for row in rows:
+            self._engine.cancel(row.key)
+        await self._publisher.flush()
+        giving = [row for row in rows if row.decoding and self._rows.get(row.key) is row]
+        if not giving:
+            return
+        call = self._scripts.release(self._config.owner, reason, [row.key for row in giving])
+        await self._link.call(call)
+        for row in giving:
+            if self._rows.remove(row):
+                self._metrics.ended(reason)
+                _log.info("released", **log_key(row), reason=reason, tokens=row.tokens)

@@ -1,0 +1,91 @@
+"""`mlxq worker MODEL`: flags and environment become one Config; its run becomes an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from mlxq.worker.config import BadConfig, Config, default_name
+
+EXIT_BAD_CONFIG = 2
+
+
+def worker(
+    model: Annotated[str, typer.Argument(help="Local model folder or hub name.")],
+    redis: Annotated[
+        str, typer.Option(envvar="MLXQ_REDIS_URL", help="redis:// rediss:// or unix:// URL.")
+    ] = "redis://localhost:6379",
+    queue: Annotated[str, typer.Option(envvar="MLXQ_QUEUE", help="Queue to serve.")] = "default",
+    name: Annotated[
+        str, typer.Option(envvar="MLXQ_NAME", help="Name in events, status and logs.")
+    ] = "",
+    max_batch: Annotated[
+        int, typer.Option(envvar="MLXQ_MAX_BATCH", help="Rows that decode together.")
+    ] = 32,
+    lease_s: Annotated[
+        float,
+        typer.Option(envvar="MLXQ_LEASE_S", help="A worker silent for so long loses its jobs."),
+    ] = 15.0,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option(
+            envvar="MLXQ_DRAIN_TIMEOUT_S", help="How long SIGTERM lets running jobs finish."
+        ),
+    ] = 30.0,
+    stall_timeout_s: Annotated[
+        float,
+        typer.Option(
+            envvar="MLXQ_STALL_TIMEOUT_S", help="An engine without progress for so long is hung."
+        ),
+    ] = 60.0,
+    prefill_step: Annotated[
+        int, typer.Option(envvar="MLXQ_PREFILL_STEP", help="Prompt tokens per prefill chunk.")
+    ] = 512,
+    default_max_tokens: Annotated[
+        int,
+        typer.Option(envvar="MLXQ_DEFAULT_MAX_TOKENS", help="For jobs that do not say max_tokens."),
+    ] = 1024,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(envvar="MLXQ_METRICS_PORT", help="Serve Prometheus metrics on this port."),
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option(envvar="MLXQ_LOG_LEVEL", help="debug, info, warning or error.")
+    ] = "info",
+) -> None:
+    """Serve a queue with MODEL until SIGTERM.
+
+    Exit codes: 0 drained, 2 bad config, 3 engine died.
+    """
+    try:
+        config = Config(
+            model=model,
+            redis_url=redis,
+            queue=queue,
+            name=name or default_name(),
+            max_batch=max_batch,
+            lease_s=lease_s,
+            drain_timeout_s=drain_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            prefill_step=prefill_step,
+            default_max_tokens=default_max_tokens,
+            metrics_port=metrics_port,
+        )
+        if log_level not in ("debug", "info", "warning", "error"):
+            raise BadConfig("--log-level must be debug, info, warning or error")
+    except BadConfig as error:
+        typer.echo(f"mlxq worker: {error}", err=True)
+        raise typer.Exit(EXIT_BAD_CONFIG) from None
+    raise typer.Exit(_run(config, log_level))
+
+
+def _run(config: Config, log_level: str) -> int:
+    # Imported late: --help and a bad flag need no MLX, and no second to load it.
+    from mlxq.worker.engine.batch import load_batch
+    from mlxq.worker.log import configure
+    from mlxq.worker.service import serve
+
+    configure(log_level, worker=config.name, owner=config.owner)
+    return asyncio.run(serve(config, lambda: load_batch(config)))

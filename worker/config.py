@@ -1,0 +1,86 @@
+"""The one configuration of a worker: built once, checked once, never changed."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from dataclasses import dataclass, field
+
+from redis.connection import parse_url
+
+from mlxq.protocol.errors import BadRequest
+from mlxq.protocol.keys import Keys
+
+LOOK_INTERVAL_S = 0.25  # how soon an abort or a fence reaches a row that has nothing to publish
+SWEEP_INTERVAL_S = 1.0
+SWEEP_CHUNK = 100
+PRESENCE_INTERVAL_S = 2.0
+
+
+class BadConfig(Exception):
+    """A value that the worker cannot start with; the message names the flag."""
+
+
+def default_name() -> str:
+    """The machine's short host name, reduced to characters an owner name may have."""
+    short = socket.gethostname().partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]", "-", short)[:40] or "worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of one worker process. Raises BadConfig for a value it cannot run with.
+
+    lease_s            a worker silent for this long loses its jobs to others
+    drain_timeout_s    how long a drain lets running jobs finish before it releases them
+    stall_timeout_s    an engine with work and no progress for this long is taken for hung
+    prefill_step       prompt tokens per prefill chunk
+    """
+
+    model: str
+    redis_url: str = "redis://localhost:6379"
+    queue: str = "default"
+    name: str = field(default_factory=default_name)
+    max_batch: int = 32
+    lease_s: float = 15.0
+    drain_timeout_s: float = 30.0
+    stall_timeout_s: float = 60.0
+    prefill_step: int = 512
+    default_max_tokens: int = 1024
+    metrics_port: int | None = None
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "MODEL is empty: give a local folder or a hub name")
+        _require(1 <= self.max_batch <= 1024, "--max-batch must be 1 to 1024")
+        _require(0.2 <= self.lease_s <= 3600, "--lease-s must be 0.2 to 3600 seconds")
+        _require(0 <= self.drain_timeout_s <= 86_400, "--drain-timeout-s must be 0 to 86400")
+        _require(self.stall_timeout_s > 0, "--stall-timeout-s must be positive")
+        _require(self.prefill_step >= 1, "--prefill-step must be at least 1")
+        _require(self.default_max_tokens >= 1, "--default-max-tokens must be at least 1")
+        port = self.metrics_port
+        _require(port is None or 0 <= port <= 65535, "--metrics-port must be 0 to 65535")
+        _require(
+            re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name) is not None,
+            "--name must be 1 to 40 of A-Z a-z 0-9 _ -",
+        )
+        try:
+            Keys(self.queue)
+        except BadRequest as error:
+            raise BadConfig(f"--queue: {error}") from None
+        try:
+            parse_url(self.redis_url)
+        except ValueError as error:
+            raise BadConfig(f"--redis: {error}") from None
+        # An owner name must never be used twice: it is half of the fence.
+        object.__setattr__(self, "owner", f"{self.name}.{secrets.token_hex(6)}")
+
+    @property
+    def lease_ms(self) -> int:
+        return round(self.lease_s * 1000)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BadConfig(message)

@@ -1,0 +1,118 @@
+"""The worker's way to Redis from the loop: one pool, no hidden retries, own repetition."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import structlog
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from mlxq.protocol.scripts import Call, run
+from mlxq.worker.clock import now_s
+
+T = TypeVar("T")
+
+# What leaves it open whether a request ran: a cut, a timeout or an error reply of any kind.
+UNANSWERED = (RedisError, OSError, TimeoutError)
+
+_log = structlog.get_logger()
+
+
+def connect(url: str, *, timeout_s: float) -> AsyncRedis:
+    """A client that never repeats a command by itself and gives up after `timeout_s`."""
+    return AsyncRedis.from_url(
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=min(timeout_s, 5.0),
+        max_connections=8,
+    )
+
+
+class Backoff:
+    """Pauses with full jitter that grow from 50 ms to 2 s; `reset` after a success."""
+
+    def __init__(self) -> None:
+        self._ceiling_s = 0.05
+
+    def reset(self) -> None:
+        self._ceiling_s = 0.05
+
+    async def pause(self) -> None:
+        await asyncio.sleep(random.uniform(0.02, self._ceiling_s))
+        self._ceiling_s = min(2.0, self._ceiling_s * 2)
+
+
+class Link:
+    """Runs calls and keeps the time of the present outage. Loop thread only.
+
+    Invariant: `_down_since` is set exactly while the last answered-or-not call was unanswered.
+    """
+
+    def __init__(self, url: str, *, lease_s: float, on_long_outage: Callable[[], None]) -> None:
+        self.client = connect(url, timeout_s=max(1.0, lease_s / 3))
+        self._long_s = lease_s / 2
+        self._on_long_outage = on_long_outage
+        self._down_since: float | None = None
+
+    async def once(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Runs a request once. Raises one of UNANSWERED if no answer came."""
+        try:
+            answer = await request()
+        except UNANSWERED as error:
+            self.lost(error)
+            raise
+        self.answered()
+        return answer
+
+    async def insist(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Runs a request that may be repeated, until it is answered, however long that takes."""
+        backoff = Backoff()
+        while True:
+            try:
+                return await self.once(request)
+            except UNANSWERED:
+                await backoff.pause()
+
+    async def call_once(self, call: Call[T]) -> T:
+        return await self.once(lambda: run(self.client, call))
+
+    async def call(self, call: Call[T]) -> T:
+        """Runs a script call, repeated byte for byte until it is answered."""
+        return await self.insist(lambda: run(self.client, call))
+
+    def lost(self, error: BaseException) -> None:
+        """Notes that a request went unanswered."""
+        if self._down_since is None:
+            self._down_since = now_s()
+            _log.warning("redis_lost", error=describe(error))
+
+    def answered(self) -> None:
+        """Notes that the server answers; reports an outage longer than half a lease."""
+        if self._down_since is None:
+            return
+        down_s = now_s() - self._down_since
+        self._down_since = None
+        _log.info("redis_back", down_s=round(down_s, 3))
+        if down_s > self._long_s:
+            self._on_long_outage()
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, without a URL that may hold a password."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+
+
+def decoded(value: Any) -> str:
+    """A reply's bytes as text."""
+    return value.decode() if isinstance(value, bytes) else str(value)
