@@ -70,7 +70,7 @@ class Config:
         except BadRequest as error:
             raise BadConfig(f"--queue: {error}") from None
         try:
-            parse_url(self.redis_url)
+            parse_url(self.redis_url)  # type: ignore[no-untyped-call]
         except ValueError as error:
             raise BadConfig(f"--redis: {error}") from None
         # An owner name must never be used twice: it is half of the fence.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from mlxq.worker.link import UNANSWERED, Backoff, connect
 
@@ -28,7 +29,7 @@ class Doorbell:
         try:
             while True:
                 try:
-                    reply = await self._client.xread({self._key: last}, block=BLOCK_MS)
+                    reply: Any = await self._client.xread({self._key: last}, block=BLOCK_MS)
                 except UNANSWERED:
                     await backoff.pause()
                     self._on_ring()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 from mlxq import __version__
 from mlxq.protocol.scripts import Scripts
@@ -37,7 +38,7 @@ class Presence:
         self._metrics = metrics
         self._key = scripts.keys.worker(config.owner)
         self._seen = (now_s(), metrics.tokens)
-        self._fixed: dict[str, str | int] = {
+        self._fixed: dict[str, Any] = {
             "name": config.name,
             "owner": config.owner,
             "model": info.name,
@@ -60,13 +61,13 @@ class Presence:
         except UNANSWERED:
             pass
 
-    def _now(self) -> dict[str, str | int]:
+    def _now(self) -> dict[str, Any]:
         (then_s, then_tokens), self._seen = self._seen, (now_s(), self._metrics.tokens)
         elapsed_s = self._seen[0] - then_s
         rate = (self._seen[1] - then_tokens) / elapsed_s if elapsed_s > 0.1 else 0.0
         return {"running": self._rows.occupied, "tokens_per_s": f"{rate:.1f}"}
 
-    async def _write(self, changing: Mapping[str, str | int]) -> None:
+    async def _write(self, changing: Mapping[str, Any]) -> None:
         pipeline = self._link.client.pipeline(transaction=True)
         pipeline.hset(self._key, mapping={**self._fixed, **changing})
         pipeline.expire(self._key, TTL_S)

@@ -8,9 +8,10 @@ from typing import Any
 from redis.asyncio import Redis as AsyncRedis
 
 from mlxq.protocol.errors import MlxqError
-from mlxq.protocol.events import EventId, Resumed, Started, Token, decode_event
+from mlxq.protocol.events import Resumed, Started, Token, decode_event
 from mlxq.protocol.scripts import Taken
 from mlxq.worker.chat import Tokenizer
+from mlxq.worker.link import decoded
 from mlxq.worker.output import OutputStage
 
 PAGE = 1000
@@ -37,18 +38,18 @@ async def read_transcript(client: AsyncRedis, key: str, taken: Taken) -> Transcr
     count = 0
     start = "-"
     while count < taken.seq:
-        page = await client.xrange(key, start, f"({taken.attempt}-0", count=PAGE)
+        page: Any = await client.xrange(key, start, f"({taken.attempt}-0", count=PAGE)
         if not page:
             break
         for entry_id, fields in page:
-            event = decode_event(fields[b"e"], EventId.parse(entry_id).__str__())
+            event = decode_event(fields[b"e"], decoded(entry_id))
             count += 1
             if isinstance(event, Token):
                 ids += event.ids
                 texts.append(event.text)
             elif isinstance(event, Started | Resumed):
                 model = event.model
-        start = f"({_text(page[-1][0])}"
+        start = f"({decoded(page[-1][0])}"
     if count != taken.seq:
         raise CannotResume(f"transcript has {count} events, the job says {taken.seq}")
     return Transcript(ids, "".join(texts), model)
@@ -73,7 +74,3 @@ def rebuild(
     if not transcript.text.startswith(stage.text):
         raise CannotResume("this model's tokenizer cannot reproduce the stored text")
     return ids, len(transcript.text) - len(stage.text)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
