@@ -69,7 +69,8 @@ class Presence:
 
     async def _write(self, changing: Mapping[str, Any]) -> None:
         pipeline = self._link.client.pipeline(transaction=True)
-        pipeline.hset(self._key, mapping={**self._fixed, **changing})
+        fields: dict[Any, Any] = {**self._fixed, **changing}
+        pipeline.hset(self._key, mapping=fields)
         pipeline.expire(self._key, TTL_S)
         try:
             await pipeline.execute()
