@@ -1,4 +1,4 @@
-"""The eight Lua scripts as typed calls.
+"""The eight Lua scripts as typed calls. `python -m mlxq.protocol.scripts DIR` writes them to a folder.
 
 A `Call` is a frozen request: running the same Call again sends the same bytes, which is what
 the protocol asks for when a reply was lost. Build calls with `Scripts`, run them with `run`,
@@ -8,10 +8,12 @@ the protocol asks for when a reply was lost. Build calls with `Scripts`, run the
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import redis
@@ -36,9 +38,12 @@ ReleaseReason = Literal["drain", "preempt", "no_room", "crash"]
 PublishCommand = Literal["PUBLISH", "SPUBLISH"]
 
 
+NAMES: Final = ("enqueue", "take", "emit", "finish", "beat", "release", "abort", "sweep")
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One Lua file with the SHA-1 by which the server knows it."""
+    """The complete source of one script and the SHA-1 by which the server knows it."""
 
     source: str
     sha: str
@@ -46,9 +51,20 @@ class Script:
 
 @cache
 def script(name: str) -> Script:
-    """The script of `protocol/lua/NAME.lua`."""
-    source = (files("mlxq.protocol") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    """The script of `protocol/lua/NAME.lua`, with the part that all share in front."""
+    folder = files("mlxq.protocol") / "lua"
+    parts = [(folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("lib", name)]
+    source = "\n".join(parts)
     return Script(source, hashlib.sha1(source.encode()).hexdigest())
+
+
+def write_sources(folder: Path) -> list[Path]:
+    """Writes the eight complete sources as NAME.lua, for `redis-cli --eval` and other languages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.lua" for name in NAMES]
+    for name, path in zip(NAMES, paths, strict=True):
+        path.write_text(script(name).source, encoding="utf-8")
+    return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +274,17 @@ def _take(reply: list[Any]) -> Take:
 def _sweep(reply: list[Any]) -> Sweep:
     looked, closed, wrapped = reply
     return Sweep(int(looked), int(closed), bool(int(wrapped)))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m mlxq.protocol.scripts DIR`."""
+    if len(arguments) != 1:
+        print("usage: python -m mlxq.protocol.scripts DIR", file=sys.stderr)
+        return 2
+    for path in write_sources(Path(arguments[0])):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,177 @@
+-- Shared part of the eight scripts: `script(name)` in scripts.py puts it in front of each.
+-- A guard is what stands between `-- guard NAME` and `-- end guard`; the model test cuts them out.
+
+local publish, tag = ARGV[1], string.match(KEYS[1] or '', '^{mlxq:[A-Za-z0-9_.%-]+}')
+if not tag or (publish ~= 'PUBLISH' and publish ~= 'SPUBLISH') then
+  return redis.error_reply('ERR mlxq: KEYS[1] must begin with {mlxq:QUEUE}, ARGV[1] be PUBLISH or SPUBLISH')
+end
+
+local DONE, REPEATED, FENCED, ABORTED, EXPIRED, GAP, BROKEN = 1, 2, -1, -2, -3, -4, -5
+local LANES = {'high', 'normal', 'low'}
+local GROUP = 'workers'
+local TEXTS = {'state', 'lane', 'entry', 'owner', 'by'}
+local NUMBERS = {'attempt', 'begun', 'lease', 'seq', 'tokens', 'base', 'crashes', 'strikes', 'silent',
+  'releases', 'deadline', 'retention', 'replay'}
+local FIELDS = {}
+for _, name in ipairs(TEXTS) do FIELDS[#FIELDS + 1] = name end
+for _, name in ipairs(NUMBERS) do FIELDS[#FIELDS + 1] = name end
+
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+
+local function usage(text)
+  return redis.error_reply('ERR mlxq: bad arguments, expected ' .. text)
+end
+
+-- A whole number >= 0, or nil.
+local function int(text)
+  return text and string.match(text, '^%d+$') and tonumber(text) or nil
+end
+
+local function lane_key(lane) return tag .. ':jobs:' .. lane end
+local function job_key(id) return tag .. ':job:' .. id end
+local function events_key(id) return tag .. ':events:' .. id end
+local function abort_key(id) return tag .. ':abort:' .. id end
+
+local function valid_id(id)
+  return id and #id >= 1 and #id <= 64 and not string.find(id, '[^A-Za-z0-9_%-]')
+end
+
+-- A full server refuses only the first write of a script. Called where a script must not be refused.
+local function write_first()
+  redis.call('HDEL', tag .. ':meta', '')
+end
+
+local function failure(reply)
+  return type(reply) == 'table' and reply.err and tostring(reply.err) or nil
+end
+
+-- The job's fields; state is nil when there is no such job.
+local function load(id)
+  local values = redis.call('HMGET', job_key(id), unpack(FIELDS))
+  local job = {id = id}
+  for i, name in ipairs(FIELDS) do
+    if i <= #TEXTS then job[name] = values[i] or nil else job[name] = tonumber(values[i] or '') or 0 end
+  end
+  return job
+end
+
+local function is_live(job)
+  return job.state == 'queued' or job.state == 'running'
+end
+
+-- What readers are sent. It goes out last, so that nothing is seen that is not stored.
+local pushes = {}
+local function answer(reply)
+  for _, push in ipairs(pushes) do redis.call(publish, push[1], push[2]) end
+  return reply
+end
+
+-- Stores one event under the next id. False when the transcript refuses the id: it contradicts the hash.
+local function append(job, json)
+  local id = job.attempt .. '-' .. (job.seq + 1)
+  local err = failure(redis.pcall('XADD', events_key(job.id), id, 'e', json))
+  if err then
+    if string.find(err, 'XADD', 1, true) or string.find(err, 'WRONGTYPE', 1, true) then return false end
+    error({err = err})
+  end
+  job.seq = job.seq + 1
+  pushes[#pushes + 1] = {tag .. ':live:' .. job.id, '{"id":"' .. id .. '",' .. string.sub(json, 2)}
+  return true
+end
+
+local function drop(lane, entry)
+  -- guard own_entry
+  redis.call('XACK', lane_key(lane), GROUP, entry)
+  redis.call('XDEL', lane_key(lane), entry)
+  -- end guard
+end
+
+-- The terminal event is stored: the job leaves its lane and begins to expire.
+local function settle(job, state, terminal, by, replay)
+  job.state = state
+  redis.call('HSET', job_key(job.id), 'state', state, 'seq', job.seq, 'tokens', job.tokens,
+    'terminal', terminal, 'finished', now, 'by', by)
+  redis.call('HDEL', job_key(job.id), 'owner')
+  drop(job.lane, job.entry)
+  redis.call('PEXPIRE', job_key(job.id), job.retention)
+  redis.call('PEXPIRE', events_key(job.id), replay)
+end
+
+-- A script ends the job. DEL comes first, so that a full server does not refuse: see write_first.
+local function close(job, state, terminal)
+  redis.call('DEL', abort_key(job.id))
+  if not append(job, terminal) then
+    redis.call('DEL', events_key(job.id))
+    append(job, terminal)
+  end
+  settle(job, state, terminal, '', job.retention)
+end
+
+local function close_aborted(job)
+  close(job, 'done', string.format(
+    '{"type":"done","finish_reason":"aborted","attempts":%d,"usage":{"completion_tokens":%d}}',
+    job.attempt, job.tokens))
+end
+
+local function close_failed(job, code, message, retryable)
+  close(job, 'failed', string.format(
+    '{"type":"failed","code":"%s","message":"%s","retryable":%s,"attempts":%d,"usage":{"completion_tokens":%d}}',
+    code, message, tostring(retryable), job.attempt, job.tokens))
+end
+
+local function close_broken(job)
+  close_failed(job, 'internal', 'the stored transcript contradicts the job', true)
+  return BROKEN
+end
+
+-- Closes a job that was aborted or is past its deadline, and says so.
+local function gate(job)
+  -- guard gate
+  if redis.call('EXISTS', abort_key(job.id)) == 1 then
+    close_aborted(job)
+    return ABORTED
+  end
+  if job.deadline > 0 and now >= job.deadline then
+    close_failed(job, 'deadline_exceeded', 'the deadline passed before the job was finished', true)
+    return EXPIRED
+  end
+  -- end guard
+  return nil
+end
+
+local function is_owned(job, owner, attempt)
+  -- guard fence
+  if job.state ~= 'running' or job.attempt ~= attempt or job.owner ~= owner then return false end
+  -- end guard
+  return true
+end
+
+-- The owner of this attempt has spoken, so its silence will count as a crash.
+local function receipt(job)
+  if job.begun == job.attempt then return end
+  write_first()
+  redis.call('HSET', job_key(job.id), 'begun', job.attempt)
+end
+
+-- A token stored in the attempt clears the job of suspicion.
+local function clear(job)
+  if job.tokens > job.base then job.strikes = 0 end
+end
+
+-- The worker died under the job: one strike, unless the attempt had stored a token.
+local function charge(job)
+  job.crashes = job.crashes + 1
+  job.strikes = job.strikes + 1
+  clear(job)
+end
+
+-- Makes a pending entry claimable at once, whatever the lease of the claimer.
+local function offer(lane, entry, owner)
+  local err = failure(redis.pcall('XCLAIM', lane_key(lane), GROUP, owner, 0, entry, 'TIME', 1, 'JUSTID'))
+  if err and not string.find(err, 'NOGROUP', 1, true) then error({err = err}) end
+end
+
+local function ring()
+  redis.call('XADD', tag .. ':bell', 'MAXLEN', 1, '*', 'ring', 1)
+end
