@@ -50,7 +50,7 @@ class Outcome:
 def stages(pytest_arguments: Sequence[str]) -> list[Stage]:
     python = sys.executable
     workers = str(min(max(os.cpu_count() or 2, 2), 8))
-    tests = [python, "-m", "pytest", "-q", "-n", workers, "--dist", "worksteal"]
+    tests = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
     found = [
         Stage("ruff check", [python, "-m", "ruff", "check", "."]),
         Stage("ruff format", [python, "-m", "ruff", "format", "--check", "."]),
