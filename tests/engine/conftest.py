@@ -1,0 +1,15 @@
+"""One tiny model for all engine tests of a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
