@@ -6,7 +6,7 @@ object has `"id":"<attempt>-<seq>"` put in first.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Struct
@@ -117,9 +117,10 @@ Terminal = Done | Failed
 
 
 class Unknown(Struct, frozen=True, kw_only=True):
-    """An event of a type this version does not know: it has an id and nothing to show."""
+    """An event of a type this version does not know: readers count it and show nothing."""
 
     id: str = ""
+    type: str
 
 
 class Result(Struct, frozen=True):
@@ -135,6 +136,7 @@ class Result(Struct, frozen=True):
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
 _unknown = msgspec.json.Decoder(Unknown)
+_KNOWN_TYPES = frozenset(kind.__struct_config__.tag for kind in get_args(Event))
 _result = msgspec.json.Decoder(Result)
 
 
@@ -146,13 +148,16 @@ def encode_event(event: Event) -> bytes:
 def decode_event(data: bytes | str, event_id: str | None = None) -> Event | Unknown:
     """One event from the channel, or from the transcript when `event_id` is given.
 
-    Raises msgspec.MsgspecError if it is not an event of any kind.
+    A type this version does not know gives Unknown; unknown fields are ignored. Raises
+    msgspec.MsgspecError for anything else: a malformed token must not be passed over.
     """
     event: Event | Unknown
     try:
         event = _decoder.decode(data)
     except msgspec.ValidationError:
         event = _unknown.decode(data)
+        if event.type in _KNOWN_TYPES:
+            raise
     return event if event_id is None else msgspec.structs.replace(event, id=event_id)
 
 

@@ -6,6 +6,7 @@ so that a repeated submit writes the same bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -82,6 +83,10 @@ _encoder = msgspec.json.Encoder()
 
 def encode_job(job: Job) -> bytes:
     """JSON bytes of a checked job. Raises BadRequest for values outside the types or ranges."""
+    for name in job.__struct_fields__:
+        value = getattr(job, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadRequest(f"{name} is {value}: a finite number is needed")
     try:
         spec = _encoder.encode(job)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""The eight Lua scripts as typed calls. `python -m mlxq.protocol.scripts DIR` writes them to a folder.
+"""The eight Lua scripts as typed calls; `python -m mlxq.protocol.scripts DIR` writes them out.
 
 A `Call` is a frozen request: running the same Call again sends the same bytes, which is what
 the protocol asks for when a reply was lost. Build calls with `Scripts`, run them with `run`,
@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import redis
 from redis.asyncio import Redis as AsyncRedis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 from mlxq.protocol.keys import Keys, Lane
 
@@ -230,10 +230,17 @@ async def run_all(client: AsyncRedis, calls: Sequence[Call[Any]]) -> list[Any]:
     answers: list[Any] = []
     for call, reply in zip(calls, replies, strict=True):
         if isinstance(reply, NoScriptError):
-            answers.append(await run(client, call))
+            answers.append(await _run_or_error(client, call))
         else:
             answers.append(reply if isinstance(reply, Exception) else call.parse(reply))
     return answers
+
+
+async def _run_or_error(client: AsyncRedis, call: Call[T]) -> T | ResponseError:
+    try:
+        return await run(client, call)
+    except ResponseError as error:
+        return error
 
 
 def run_blocking(client: redis.Redis, call: Call[T]) -> T:
