@@ -1,0 +1,126 @@
+"""The connections of a producer: a bounded pool for commands, one apart for the subscription."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+
+from mlxq.protocol.errors import MlxqError, ServerUnreachable
+
+T = TypeVar("T")
+
+log = logging.getLogger("mlxq.producer")
+
+# Answers that no repetition changes. A failing server is not among them.
+REFUSALS = (AuthenticationError, NoPermissionError)
+BACKOFF_MAX_S = 2.0
+
+
+def backoff_s(failures: int) -> float:
+    """Seconds to wait after so many failures in a row: doubling, bounded, with jitter."""
+    longest_s = min(BACKOFF_MAX_S, 0.05 * 2.0 ** min(failures, 16))
+    return random.uniform(longest_s / 2, longest_s)
+
+
+class Connections:
+    """Commands to one server, each repeated until it is answered (PROTOCOL section 6).
+
+    redis-py's own retries are off: it would send again what may have run already. Used by any
+    task of one event loop. After `aclose` nothing connects any more. Raises ValueError for a
+    URL that is not redis://, rediss:// or unix://.
+    """
+
+    def __init__(self, url: str, *, max_connections: int, socket_timeout_s: float) -> None:
+        self._pool = BlockingConnectionPool(**_options(url, max_connections, socket_timeout_s))
+        self._client = Redis.from_pool(self._pool)
+        self._asking: set[asyncio.Timeout] = set()
+        self._nobody_asks = asyncio.Event()
+        self._closed = False
+
+    async def ask(
+        self, action: Callable[[Redis], Awaitable[T]], *, allowed_s: float | None = None
+    ) -> T:
+        """The answer of `action`, repeated with jittered back-off for `allowed_s`, or for ever.
+
+        `action` must bear to run more than once. Raises ServerUnreachable when time is up or
+        the server refuses this user, MlxqError when the producer is closed meanwhile.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = None if allowed_s is None else now() + allowed_s
+        failures = 0
+        while not self._closed:
+            try:
+                return await self._try(action, deadline)
+            except REFUSALS as error:
+                raise ServerUnreachable(f"refused by Redis: {error}") from None
+            except (RedisError, OSError) as error:
+                trouble = str(error) or type(error).__name__
+            failures += 1
+            wait_s = backoff_s(failures)
+            if deadline is not None and now() + wait_s >= deadline:
+                raise ServerUnreachable(f"no answer from Redis in the time allowed: {trouble}")
+            if failures == 1:
+                log.warning("no answer from Redis, trying again: %s", trouble)
+            await asyncio.sleep(wait_s)
+        raise closed()
+
+    async def _try(self, action: Callable[[Redis], Awaitable[T]], deadline: float | None) -> T:
+        timeout = asyncio.timeout_at(deadline)
+        self._asking.add(timeout)
+        try:
+            async with timeout:
+                return await action(self._client)
+        finally:
+            self._asking.remove(timeout)
+            if not self._asking:
+                self._nobody_asks.set()
+
+    def subscription(self, silence_s: float) -> AbstractConnection:
+        """A connection of its own, not yet connected, that fails if nothing arrives so long."""
+        own = {"socket_timeout": silence_s, "health_check_interval": 0}
+        return self._pool.connection_class(**{**self._pool.connection_kwargs, **own})
+
+    async def aclose(self) -> None:
+        """Ends all commands under way and closes the connections. May be called again."""
+        self._closed = True
+        for timeout in self._asking:
+            if not timeout.expired():
+                timeout.reschedule(0)
+        if self._asking:
+            self._nobody_asks.clear()
+            await self._nobody_asks.wait()
+        with suppress(RedisError, OSError):
+            await self._client.aclose()
+
+
+def closed() -> MlxqError:
+    return MlxqError("the producer is closed")
+
+
+def _options(url: str, max_connections: int, socket_timeout_s: float) -> dict[str, Any]:
+    try:
+        given = parse_url(url)
+    except ValueError:
+        # The reason may quote a part of the password.
+        raise ValueError("bad Redis URL: expected redis://, rediss:// or unix://") from None
+    return {
+        "max_connections": max_connections,
+        "timeout": socket_timeout_s,
+        "socket_timeout": socket_timeout_s,
+        "socket_connect_timeout": socket_timeout_s,
+        **given,
+        # RESP2: subscriptions then read as plain lists, and no handshake is needed.
+        "protocol": 2,
+        "decode_responses": False,
+        "retry": Retry(NoBackoff(), 0),
+    }
