@@ -23,8 +23,12 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 OLDEST = (3, 11)
 NEWER = ("python3.14", "python3.13", "python3.12", "python3.11")
-# MLX's Linux wheel bundles a reference BLAS; Debian's OpenBLAS is 10 to 100 times faster.
-OPENBLAS = "/usr/lib/*/openblas-pthread/libopenblas.so.0"
+# MLX's Linux wheel bundles a reference BLAS, 10 to 100 times slower than OpenBLAS. Debian's is best;
+# without it, the one that opencv brings (mlx-vlm depends on it) has the same plain symbols.
+OPENBLAS = (
+    "/usr/lib/*/openblas-pthread/libopenblas.so.0",
+    f"{VENV}/lib/python3*/site-packages/opencv_python*.libs/libopenblas*.so*",
+)
 STARTED = "MLXQ_OPS_STARTED"  # guards against starting ourselves again and again
 
 
@@ -47,7 +51,7 @@ def enter(extra: str) -> None:
 
 def environment() -> dict[str, str]:
     """What commands need in their environment: OpenBLAS, where it exists and nothing is set."""
-    found = sorted(glob.glob(OPENBLAS))
+    found = [path for pattern in OPENBLAS for path in sorted(glob.glob(pattern))]
     return {"LD_PRELOAD": found[0]} if found and "LD_PRELOAD" not in os.environ else {}
 
 

@@ -54,7 +54,7 @@ def test_a_python_that_is_gone_installs_again(checkout: Path) -> None:
 
 
 def test_openblas_does_not_replace_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "OPENBLAS", __file__)
+    monkeypatch.setattr(bootstrap, "OPENBLAS", ("/nowhere/*.so", __file__))
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert bootstrap.environment() == {"LD_PRELOAD": __file__}
     monkeypatch.setenv("LD_PRELOAD", "mine.so")
@@ -62,7 +62,7 @@ def test_openblas_does_not_replace_what_the_user_set(monkeypatch: pytest.MonkeyP
 
 
 def test_no_openblas_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "OPENBLAS", "/nowhere/*.so")
+    monkeypatch.setattr(bootstrap, "OPENBLAS", ("/nowhere/*.so",))
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert bootstrap.environment() == {}
 
