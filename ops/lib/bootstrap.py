@@ -23,7 +23,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 OLDEST = (3, 11)
 NEWER = ("python3.14", "python3.13", "python3.12", "python3.11")
-# MLX's Linux wheel bundles a reference BLAS, 10 to 100 times slower than OpenBLAS. Debian's is best;
+# MLX's Linux wheel bundles a reference BLAS, 10 to 100 times slower than OpenBLAS. Debian's first;
 # without it, the one that opencv brings (mlx-vlm depends on it) has the same plain symbols.
 OPENBLAS = (
     "/usr/lib/*/openblas-pthread/libopenblas.so.0",

@@ -98,11 +98,15 @@ class Stack:
     def url(self) -> str:
         return self.server.url
 
+    @property
+    def server_pid(self) -> int:
+        assert self.server.process is not None
+        return self.server.process.pid
+
     def __enter__(self) -> Stack:
         try:
             self.server.start()
-            assert self.server.process is not None
-            self.guard.add(self.server.process.pid)
+            self.guard.add(self.server_pid)
         except BaseException:
             self.close()
             raise
