@@ -2,6 +2,7 @@
 
 from mlxq.producer.client import Producer
 from mlxq.producer.job import JobHandle, Result
+from mlxq.producer.status import Status, WorkerStatus
 from mlxq.protocol.errors import (
     BadCursor,
     BadRequest,
@@ -49,11 +50,13 @@ __all__ = [
     "Resumed",
     "ServerUnreachable",
     "Started",
+    "Status",
     "SubmitRefused",
     "TextPart",
     "Token",
     "TooLarge",
     "TranscriptExpired",
     "UnknownJob",
+    "WorkerStatus",
     "encode_event",
 ]

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from mlxq.producer.connections import Connections
 from mlxq.producer.hub import Feed, Hub
 from mlxq.producer.job import JobHandle
+from mlxq.producer.status import Status, read_status
 from mlxq.protocol.errors import BadRequest, MlxqError, QueueFull, ServerUnreachable, TooLarge
 from mlxq.protocol.jobs import Job, Message, encode_job
 from mlxq.protocol.keys import LANES, Keys, Lane, check_job_id
@@ -173,6 +174,20 @@ class Producer:
         Whether the job is known shows when it is read.
         """
         return self._handle(check_job_id(job_id))
+
+    async def ping(self) -> None:
+        """Raises ServerUnreachable if Redis does not answer within `submit_timeout_s`."""
+
+        async def ping(client: Redis) -> None:
+            await client.ping()
+
+        await self._connections.ask(ping, allowed_s=self._timeout_s)
+
+    async def status(self) -> Status:
+        """The workers of the queue and how many jobs it holds. Raises ServerUnreachable."""
+        return await self._connections.ask(
+            lambda client: read_status(client, self._keys), allowed_s=self._timeout_s
+        )
 
     def _handle(self, job_id: str, feed: Feed | None = None) -> JobHandle:
         return JobHandle(

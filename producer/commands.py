@@ -1,0 +1,210 @@
+"""The commands of `mlxq`: submit, follow, abort, status, and those that other parts register.
+
+Exit codes: 0 the job is done, 1 a failure (one line on stderr), 2 bad usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from mlxq.producer.client import Producer
+from mlxq.producer.job import JobHandle
+from mlxq.producer.stream import START
+from mlxq.protocol.errors import BadRequest, JobFailed, MlxqError, TranscriptExpired
+from mlxq.protocol.events import Done, EventId, Failed, Token, encode_event
+from mlxq.protocol.keys import Lane
+
+TIMEOUT_S = 10.0
+
+RedisUrl = Annotated[
+    str, typer.Option("--redis", envvar="MLXQ_REDIS_URL", metavar="URL", help="Redis server.")
+]
+Queue = Annotated[str, typer.Option("--queue", envvar="MLXQ_QUEUE", metavar="Q", help="Queue.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line per event.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="Job id.")]
+
+DEFAULT_URL = "redis://localhost:6379"
+
+app = typer.Typer(
+    name="mlxq",
+    help="Text generation jobs on a Redis queue.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def submit(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What the user says; - is stdin.")],
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: go on from TEXT.")] = False,
+    priority: Annotated[Lane, typer.Option(help="Lane of the queue.")] = "normal",
+    deadline_s: Annotated[float | None, typer.Option(help="Fail after so many seconds.")] = None,
+    job_id: Annotated[str | None, typer.Option(help="Id; random if not given.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Print the id, do not wait.")] = False,
+    as_json: AsJson = False,
+    url: RedisUrl = DEFAULT_URL,
+    queue: Queue = "default",
+) -> None:
+    """Submit TEXT and print the answer as it comes. Ctrl-C aborts the job."""
+    if text == "-":
+        text = sys.stdin.read()
+    prompt: dict[str, Any]
+    prompt = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
+
+    async def action() -> int:
+        async with _open(url, queue) as producer:
+            job = await producer.submit(
+                **prompt,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                priority=priority,
+                deadline_s=deadline_s,
+                job_id=job_id,
+            )
+            if detach:
+                print(job.id)
+                return 0
+            try:
+                return await _show(job, START, as_json)
+            except (asyncio.CancelledError, BrokenPipeError):
+                await job.abort()
+                raise
+
+    _run(action)
+
+
+@app.command()
+def follow(
+    job_id: JobId,
+    after: Annotated[str, typer.Option(metavar="CURSOR", help="Only behind this event.")] = "0-0",
+    as_json: AsJson = False,
+    url: RedisUrl = DEFAULT_URL,
+    queue: Queue = "default",
+) -> None:
+    """Print the output of a job, from its start or a cursor. Ctrl-C leaves the job running."""
+
+    async def action() -> int:
+        async with _open(url, queue) as producer:
+            await producer.ping()
+            return await _show(producer.attach(job_id), EventId.parse(after), as_json)
+
+    _run(action)
+
+
+@app.command()
+def abort(job_id: JobId, url: RedisUrl = DEFAULT_URL, queue: Queue = "default") -> None:
+    """End a job, queued or running. Prints aborted, finished, unknown or requested."""
+
+    async def action() -> int:
+        async with _open(url, queue) as producer:
+            print(await producer.attach(job_id).abort())
+        return 0
+
+    _run(action)
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    url: RedisUrl = DEFAULT_URL,
+    queue: Queue = "default",
+) -> None:
+    """Show the workers of a queue and how many jobs it holds."""
+
+    async def action() -> int:
+        async with _open(url, queue) as producer:
+            found = await producer.status()
+        print(msgspec.json.encode(found).decode() if as_json else found.table())
+        return 0
+
+    _run(action)
+
+
+def _open(url: str, queue: str) -> Producer:
+    try:
+        return Producer(url, queue, submit_timeout_s=TIMEOUT_S)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+async def _show(job: JobHandle, after: EventId, as_json: bool) -> int:
+    """Prints the job's output; the exit code. Raises what reading it raises."""
+    text = ""
+    shown = False
+    try:
+        async for event in job.events(after):
+            shown = True
+            if as_json:
+                print(encode_event(event).decode(), flush=True)
+            elif isinstance(event, Token) and event.channel is None:
+                text = event.text or text
+                print(event.text, end="", flush=True)
+            if isinstance(event, Failed):
+                raise JobFailed(event.code, event.message, event.retryable)
+            if isinstance(event, Done) and event.finish_reason == "aborted":
+                raise MlxqError("the job was aborted")
+    except TranscriptExpired:
+        if shown or after != START:
+            raise
+        result = await job.result()
+        text = msgspec.json.encode(result).decode() if as_json else result.text
+        print(text, end="")
+    finally:
+        if text and not text.endswith("\n"):
+            print(flush=True)
+    return 0
+
+
+def _run(action: Callable[[], Coroutine[Any, Any, int]]) -> None:
+    # A failure is told in one line; what was overcome on the way is not.
+    logging.getLogger("mlxq").addHandler(logging.NullHandler())
+    try:
+        code = asyncio.run(action())
+    except KeyboardInterrupt:
+        code = 130
+    except MlxqError as error:
+        print(f"mlxq: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, BadRequest) else 1
+    raise typer.Exit(code)
+
+
+def _register(entry: EntryPoint) -> None:
+    """Adds a command of another part. It is imported only when it is used."""
+
+    def run(context: typer.Context) -> None:
+        try:
+            command = entry.load()
+        except ImportError as error:
+            extra = ",".join(entry.extras) or entry.name
+            print(
+                f'mlxq {entry.name}: {error}; it needs: pip install "mlxq[{extra}]"',
+                file=sys.stderr,
+            )
+            raise typer.Exit(2) from None
+        inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        inner.command()(command)
+        inner(args=context.args, prog_name=f"mlxq {entry.name}")
+
+    app.command(
+        entry.name,
+        help=f"See: mlxq {entry.name} --help",
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(run)
+
+
+for _entry in entry_points(group="mlxq.commands"):
+    _register(_entry)
