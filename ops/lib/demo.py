@@ -175,9 +175,8 @@ def show(plain: bool, max_tokens: int) -> int:
     board = Board([Pane(number, question) for number, question in enumerate(QUESTIONS, 1)])
     options = ("--max-batch", str(SLOTS), "--lease-s", str(LEASE_S))
     model = demo_model()
-    view: PlainView | LiveView = LiveView(board, console)
-    if plain or not console.is_terminal:
-        view = PlainView(lambda line: print(line, flush=True))
+    lines = plain or not console.is_terminal
+    view = PlainView() if lines else LiveView(board, console)
     with Stack(model, "demo", *options) as stack:
         with view:
             view.say(f"server at {stack.url} (pid {stack.server_pid}), model {model.name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -82,6 +81,7 @@ class LiveView:
 
     def __init__(self, board: Board, console: Console) -> None:
         self.board = board
+        self.console = console
         self.started = time.monotonic()
         self.live = Live(
             get_renderable=self.render, console=console, refresh_per_second=8, transient=True
@@ -106,7 +106,7 @@ class LiveView:
         """Nothing to do: the next redraw shows it."""
 
     def render(self) -> RenderableType:
-        console = self.live.console
+        console = self.console
         across = 4 if console.width >= 140 else 2
         down = -(-len(self.board.panes) // across)
         news = list(self.board.news)
@@ -139,8 +139,7 @@ class PlainView:
 
     PIECE = 72  # characters
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.write = write
+    def __init__(self) -> None:
         self.started = time.monotonic()
         self.shown: dict[int, int] = {}
 
@@ -155,7 +154,7 @@ class PlainView:
     ) -> None: ...
 
     def say(self, news: str) -> None:
-        self.write(f"{time.monotonic() - self.started:6.1f} s  {news}")
+        print(f"{time.monotonic() - self.started:6.1f} s  {news}", flush=True)
 
     def streamed(self, pane: Pane) -> None:
         """Writes what the pane has gained, once that is a line long or the job has ended."""
