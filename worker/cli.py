@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from mlxq.worker.config import BadConfig, Config, default_name
-
-EXIT_BAD_CONFIG = 2
+from mlxq.worker.config import EXIT_BAD_CONFIG, BadConfig, Config, default_name
 
 
 def worker(
@@ -85,7 +84,16 @@ def _run(config: Config, log_level: str) -> int:
     # Imported late: --help and a bad flag need no MLX, and no second to load it.
     from mlxq.worker.engine.batch import load_batch
     from mlxq.worker.log import configure
+    from mlxq.worker.orders import Orders
     from mlxq.worker.service import serve
 
+    async def main() -> int:
+        orders = Orders()
+        orders.listen()
+        load = partial(
+            load_batch, config.model, max_batch=config.max_batch, prefill_step=config.prefill_step
+        )
+        return await serve(config, load, orders)
+
     configure(log_level, worker=config.name, owner=config.owner)
-    return asyncio.run(serve(config, lambda: load_batch(config)))
+    return asyncio.run(main())

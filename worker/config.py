@@ -12,6 +12,10 @@ from redis.connection import parse_url
 from mlxq.protocol.errors import BadRequest
 from mlxq.protocol.keys import Keys
 
+EXIT_DRAINED = 0
+EXIT_BAD_CONFIG = 2
+EXIT_ENGINE_DIED = 3
+
 LOOK_INTERVAL_S = 0.25  # how soon an abort or a fence reaches a row that has nothing to publish
 SWEEP_INTERVAL_S = 1.0
 SWEEP_CHUNK = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from enum import Enum
 
 
@@ -22,6 +23,12 @@ class Orders:
         self.order = Order.SERVE
         self.cause: BaseException | None = None
         self._risen = asyncio.Event()
+
+    def listen(self) -> None:
+        """Takes SIGTERM and SIGINT as orders from now on."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal)
 
     def give(self, order: Order, cause: BaseException | None = None) -> None:
         if order.value > self.order.value:

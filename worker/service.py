@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import structlog
 
+from mlxq.protocol.errors import MlxqError
 from mlxq.protocol.keys import Keys
 from mlxq.protocol.scripts import ReleaseReason, Scripts
 from mlxq.worker.bridge import Bridge
 from mlxq.worker.chat import Tokenizer
-from mlxq.worker.config import Config
+from mlxq.worker.config import EXIT_BAD_CONFIG, EXIT_DRAINED, EXIT_ENGINE_DIED, Config
 from mlxq.worker.doorbell import Doorbell
 from mlxq.worker.engine.request import ModelInfo, Output, RowKey
 from mlxq.worker.engine.thread import Batch, EngineThread
@@ -28,21 +28,16 @@ from mlxq.worker.presence import Presence, Sweeper
 from mlxq.worker.publisher import STATUS_NAMES, Publisher
 from mlxq.worker.rows import Row, Rows
 
-EXIT_DRAINED = 0
-EXIT_ENGINE_DIED = 3
 
 _log = structlog.get_logger()
 
 
-async def serve(config: Config, load: Callable[[], Batch]) -> int:
+async def serve(config: Config, load: Callable[[], Batch], orders: Orders) -> int:
     """Runs one worker until it is drained or its engine dies. Returns the exit code.
 
     `load` makes the batch; it is called on the engine thread.
     """
     loop = asyncio.get_running_loop()
-    orders = Orders()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, orders.on_signal)
     steps: asyncio.Queue[list[Output]] = asyncio.Queue()
     engine = EngineThread(
         load,
@@ -87,6 +82,9 @@ def _exit_code(orders: Orders) -> int:
     if orders.order is not Order.DIE:
         _log.info("drained")
         return EXIT_DRAINED
+    if isinstance(orders.cause, MlxqError):
+        _log.error("cannot_start", error=str(orders.cause))
+        return EXIT_BAD_CONFIG
     _log.error("engine_died", exc_info=orders.cause)
     return EXIT_ENGINE_DIED
 
@@ -183,13 +181,16 @@ class Worker:
             timeout_s=self._config.drain_timeout_s,
         )
         reason: ReleaseReason = "crash" if self._orders.order is Order.DIE else "drain"
-        try:
-            async with asyncio.timeout(max(1.0, self._config.lease_s)):
-                await self.bridge.release(list(self.rows), reason)
-                await self.rows.empty.wait()  # rows that are ending still wait for their FINISH
-                await self.presence.leave()
-        except TimeoutError:
+        releasing = asyncio.create_task(self._release(reason))
+        _, late = await asyncio.wait({releasing}, timeout=max(1.0, self._config.lease_s))
+        if late:
+            await _cancel([releasing])
             _log.warning("release_unanswered", rows=len(self.rows))
+
+    async def _release(self, reason: ReleaseReason) -> None:
+        await self.bridge.release(list(self.rows), reason)
+        await self.rows.empty.wait()  # rows that are ending still wait for their FINISH
+        await self.presence.leave()
 
     def _rows_changed(self, rows: Rows) -> None:
         self.lease.held = rows.keys
@@ -223,6 +224,10 @@ async def _first(*waits: Awaitable[Any], timeout_s: float | None = None) -> None
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    """Cancels until all have ended: redis-py can turn a cancellation into a connection error,
+    which a loop that survives outages then survives too."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.5)
