@@ -126,8 +126,9 @@ async def test_sweep_drops_entries_of_missing_and_finished_jobs(wire: Wire) -> N
 
 
 async def test_sweep_keeps_consumers_that_hold_entries_or_were_seen(wire: Wire) -> None:
-    await wire.running()
-    await wire.take("w2")
+    await wire.running("a", "w1")
+    await wire.running("b", "w2")
+    await wire.finish("w2", "b")
     await wire.lapse("a", idle_ms=7_200_000)
     assert (await wire.sweep()).wrapped
     consumers = await wire.client.xinfo_consumers(wire.keys.lane("normal"), GROUP)
@@ -136,8 +137,9 @@ async def test_sweep_keeps_consumers_that_hold_entries_or_were_seen(wire: Wire) 
 
 async def test_sweep_forgets_consumers_without_entries_that_are_long_gone(wire: Wire) -> None:
     """The hour is shortened in the script's text: a server's idle time cannot be set."""
-    await wire.running()
-    await wire.take("w2")
+    await wire.running("a", "w1")
+    await wire.running("b", "w2")
+    await wire.finish("w2", "b")
     await asyncio.sleep(0.01)
     call = wire.scripts.sweep()
     source = call.script.source.replace("CONSUMER_IDLE_MS = 3600 * 1000", "CONSUMER_IDLE_MS = 1")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.client import PubSub
 
 from mlxq.protocol.keys import GROUP, LANES, Keys, Lane
@@ -33,7 +33,9 @@ DONE_EVENT = b'{"type":"done","finish_reason":"stop","attempts":1}'
 class Wire:
     """Script calls with short defaults, and plain reads of what they left behind."""
 
-    def __init__(self, client: Redis, keys: Keys, publish: PublishCommand = "PUBLISH") -> None:
+    def __init__(
+        self, client: Redis | RedisCluster, keys: Keys, publish: PublishCommand = "PUBLISH"
+    ) -> None:
         self.client: Any = client  # the types of replies are in the reads below
         self.keys = keys
         self.scripts = Scripts(keys, publish)
