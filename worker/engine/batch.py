@@ -36,19 +36,26 @@ _log = structlog.get_logger()
 
 
 def load_batch(source: str, *, max_batch: int = 32, prefill_step: int = 512) -> MlxBatch:
-    """Loads a model (local folder or hub name) and warms it up. Raises ModelError.
+    """Loads a model (local folder or hub name) and warms it up, on the engine thread.
 
-    The wired limit stays at 0, the default of MLX: wired memory together with a churn of buffers
-    has made macOS panic, which mlx-lm's BatchGenerator risks by setting it to 100 %.
+    Raises ModelError; the thread must then end. The wired limit stays at 0, the default of MLX:
+    wired memory together with a churn of buffers has made macOS panic, which mlx-lm's
+    BatchGenerator risks by setting it to 100 %.
     """
     mx.set_cache_limit(CACHE_LIMIT_BYTES)
-    loaded = load_model(source)
-    batch = MlxBatch(loaded, max_batch=max_batch, prefill_step=prefill_step)
     try:
-        batch.probe()
-    except Exception as error:
-        raise ModelError(f"{loaded.info.name} fails its warm-up: {one_line(error)}") from error
+        batch = MlxBatch(load_model(source), max_batch=max_batch, prefill_step=prefill_step)
+        batch.warm_up()
+    except BaseException:
+        _end_streams()
+        raise
     return batch
+
+
+def _end_streams() -> None:
+    """A thread that ends with MLX streams of its own can abort the process at exit."""
+    mx.clear_cache()
+    mx.clear_streams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +125,20 @@ class MlxBatch:
         return outputs
 
     def close(self) -> None:
+        """Frees rows and model. The thread must not use MLX any more: its streams are gone."""
         self._network = None
         self._waiting.clear()
         self._prefilling.clear()
         self._decoding = self._empty()
-        mx.clear_cache()
+        _end_streams()
+
+    def warm_up(self) -> None:
+        """Runs the probe. Raises ModelError: this model cannot run in a batch at all."""
+        try:
+            self.probe()
+        except Exception as error:
+            reason = one_line(error)
+            raise ModelError(f"{self.info.name} fails its first generation: {reason}") from error
 
     def probe(self) -> None:
         """Runs short rows of different length to their end, beside the batch; raises what they do.

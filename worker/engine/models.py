@@ -66,6 +66,8 @@ def find_model(source: str) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelError(f"{source} is no model folder: it has no config.json")
         return folder.resolve()
+    if source.startswith(("/", ".", "~")):
+        raise ModelError(f"{source} is no folder")
     try:
         return Path(snapshot_download(source, allow_patterns=_FILES))
     except Exception as error:

@@ -50,7 +50,9 @@ class Batch(Protocol):
 class EngineThread:
     """Owns the engine thread. Every method may be called from any thread.
 
-    Messages go in by one queue, outputs come back by `on_outputs`; no lock is held across.
+    Messages go in by one queue, outputs come back by `on_outputs`; no lock is held across. Stop and
+    join it before the process ends, and if it does not end, leave by `os._exit`: MLX aborts a
+    process that exits while another thread is in a step.
 
     load        makes the batch, on the engine thread: MLX streams belong to the thread that made
                 them
