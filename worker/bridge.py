@@ -158,7 +158,8 @@ class Bridge:
         self._metrics.ended(why)
         if row.first_token_s is not None:
             self._metrics.first_token(row.first_token_s)
-        _log.info("ended", **log_key(row), how=why, tokens=row.tokens)
+        tokens = len(row.stage.ids) if row.stage else row.tokens
+        _log.info("ended", **log_key(row), how=why, tokens=tokens)
 
     async def release(self, rows: Sequence[Row], reason: ReleaseReason) -> None:
         """Gives jobs back, with all that they have produced stored, to resume elsewhere."""
