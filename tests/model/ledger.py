@@ -1,0 +1,208 @@
+"""What really happened on the server: every script that ran, answered or not, is entered here.
+
+The schedule sees all replies, also those an actor never gets. So each call can be judged at once
+against what was promised before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxq.protocol.scripts import DONE, REPEATED, Call, Enqueued, Take, Taken
+from tests.model.plan import Plan
+
+ROUNDING_S = 0.003  # the server counts idle time in whole milliseconds
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass
+class HandOut:
+    """One attempt of one job, as given out by TAKE."""
+
+    owner: str
+    lease_s: float
+    renewed: float  # before the last call that renewed the lease was sent; monotonic seconds
+    begun: bool = False  # the owner has spoken
+    stored: int = 0  # token ids stored by this attempt
+    end: str = ""  # reason of RELEASE, or "finish"
+    loose: bool = False  # may be handed out before its lease ends, and uncharged
+
+    @property
+    def lapsed(self) -> bool:
+        return time.monotonic() - self.renewed > self.lease_s - ROUNDING_S
+
+
+@dataclass
+class Entry:
+    """What is known of one job."""
+
+    plan: Plan
+    enqueued: bool = False
+    confirmed: bool = False  # the submitter has seen the answer
+    deadline: float = 0.0  # latest time the deadline can be, seconds of this host's clock
+    handouts: dict[int, HandOut] = field(default_factory=dict)
+    attempt: int = 0
+    doomed: int | None = None  # events stored when an abort key was set on the live job
+    aborted: bool = False  # ABORT said: closed now
+    tampered: bool = False  # an operator wrote into its transcript
+    finish: tuple[int, str, Sequence[bytes], bytes] | None = None  # seq, state, events, result
+
+    @property
+    def current(self) -> HandOut | None:
+        return self.handouts.get(self.attempt)
+
+    @property
+    def current_owner(self) -> str:
+        return self.current.owner if self.current else ""
+
+    def owned(self, owner: str, attempt: int) -> bool:
+        now = self.current
+        return bool(now and attempt == self.attempt and now.owner == owner and not now.end)
+
+
+class Ledger:
+    """Truth of one schedule. `saw` is called once for each script that ran."""
+
+    def __init__(self, plans: Sequence[Plan], waiting: Callable[[list[str]], list[str]]) -> None:
+        self.jobs = {plan.id: Entry(plan) for plan in plans}
+        self.waiting = waiting
+
+    def saw(self, name: str, call: Call[Any], reply: Any, before: float) -> None:
+        """Enters one run. `before`: monotonic seconds before the call was sent."""
+        args = call.args[1:]  # without the publish command
+        getattr(self, f"_{name}")(args, reply, before)
+
+    def _enqueue(self, args: Any, reply: Enqueued, before: float) -> None:
+        job = self.jobs[args[0]]
+        if reply.status == "ok":
+            _check(not job.enqueued, f"{args[0]} was created twice")
+            job.enqueued = True
+            job.deadline = time.time() + args[3] / 1000 if args[3] else 0.0
+
+    def _take(self, args: Any, reply: Take, before: float) -> None:
+        owner, n, lease_ms, alone, recover, _ = args
+        _check(len(reply.jobs) <= n, f"TAKE gave {len(reply.jobs)} jobs for {n} slots")
+        solo = [taken for taken in reply.jobs if taken.solo]
+        _check(not solo or (alone and len(reply.jobs) == 1), "a suspect was not handed out alone")
+        self._loosen(owner, bool(recover))
+        for taken in reply.jobs:
+            self._hand_out(taken, owner, lease_ms, before)
+        if len(reply.jobs) < n and not reply.more and not solo:
+            self._check_nobody_waits()
+
+    def _loosen(self, owner: str, recover: bool) -> None:
+        """TAKE gives back, uncharged, what its owner let lapse or never heard of."""
+        for job in self.jobs.values():
+            now = job.current
+            if now and now.owner == owner:
+                now.loose |= now.lapsed or (recover and not now.begun)
+
+    def _hand_out(self, taken: Taken, owner: str, lease_ms: int, before: float) -> None:
+        _check(taken.id in self.jobs, f"the stray entry {taken.id} was handed out")
+        job, last = self.jobs[taken.id], self.jobs[taken.id].current
+        what = f"{taken.id} attempt {taken.attempt}"
+        _check(taken.attempt > job.attempt, f"{what} is not above attempt {job.attempt}")
+        _check(job.finish is None and not job.aborted, f"{what} was handed out after its end")
+        _check(job.doomed is None, f"{what} was handed out over an abort key")
+        self._check_deadline(job, before, what)
+        _check(taken.spec == job.plan.spec, f"{what} has another spec")
+        if last and not last.end and not last.loose:
+            _check(last.lapsed, f"{what} was taken within the lease of {last}")
+        job.attempt = taken.attempt
+        job.handouts[taken.attempt] = HandOut(owner, lease_ms / 1000, before)
+
+    def _check_nobody_waits(self) -> None:
+        """A slot stayed free: no job may be left that needs nothing but a slot."""
+        waiting = [
+            job.plan.id
+            for job in self.jobs.values()
+            if job.enqueued and (job.current is None or job.current.end in RELEASED)
+        ]
+        left = self.waiting(waiting) if waiting else []
+        _check(not left, f"{left} waits while a slot is free")
+
+    def _emit(self, args: Any, reply: list[int], before: float) -> None:
+        owner, *rest = args
+        for status, item in zip(reply, _groups(rest, 5), strict=True):
+            job_id, attempt, seq, tokens, _ = item
+            job = self.jobs[job_id]
+            if status != DONE:
+                continue
+            what = f"event {attempt}-{seq} of {job_id} by {owner}"
+            _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
+            _check(job.doomed is None, f"{what} was accepted over an abort key")
+            self._check_deadline(job, before, what)
+            now = job.handouts[attempt]
+            now.begun = True
+            if seq:
+                now.stored = max(now.stored, tokens - job_tokens(job, attempt))
+
+    def _finish(self, args: Any, reply: int, before: float) -> None:
+        owner, job_id, attempt, seq, _, state, result, *events = args
+        job = self.jobs[job_id]
+        if reply == DONE:
+            _check(job.owned(owner, attempt), f"{job_id} was finished by the zombie {owner}")
+            job.handouts[attempt].begun = True
+            job.handouts[attempt].end = "finish"
+            job.finish = (seq, state, events, result)
+        again = job.finish is not None and (owner, attempt) == (job.current_owner, job.attempt)
+        _check(not again or reply in (DONE, REPEATED), f"who finished {job_id} was told {reply}")
+
+    def _beat(self, args: Any, reply: list[int], before: float) -> None:
+        owner, *rest = args
+        for status, (job_id, attempt) in zip(reply, _groups(rest, 2), strict=True):
+            job = self.jobs[job_id]
+            if status == DONE:
+                what = f"beat of {job_id} attempt {attempt} by {owner}"
+                _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
+                job.handouts[attempt].begun = True
+                job.handouts[attempt].renewed = before
+
+    def _release(self, args: Any, reply: list[int], before: float) -> None:
+        owner, reason, *rest = args
+        for status, (job_id, attempt) in zip(reply, _groups(rest, 2), strict=True):
+            job = self.jobs[job_id]
+            if status == DONE:
+                what = f"release of {job_id} attempt {attempt} by {owner}"
+                _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
+                job.handouts[attempt].end = reason
+
+    def _abort(self, args: Any, reply: str, before: float) -> None:
+        job = self.jobs[args[0]]
+        if reply == "aborted":
+            _check(job.enqueued and job.finish is None, f"ABORT closed {args[0]} a second time")
+            job.aborted = True
+        elif reply == "unknown":
+            _check(not job.enqueued, f"ABORT does not know {args[0]}")
+            job.doomed = 0
+
+    def _sweep(self, args: Any, reply: Any, before: float) -> None:
+        _check(reply.looked <= args[0] + 1, f"SWEEP looked at {reply.looked} of {args[0]}")
+
+    def _check_deadline(self, job: Entry, before: float, what: str) -> None:
+        if job.deadline:
+            sent = time.time() - (time.monotonic() - before)
+            _check(sent < job.deadline + ROUNDING_S, f"{what} came after its deadline")
+
+
+RELEASED = frozenset({"drain", "preempt", "no_room", "crash"})
+
+
+def job_tokens(job: Entry, attempt: int) -> int:
+    """Token ids stored by the attempts before this one."""
+    return sum(past.stored for number, past in job.handouts.items() if number < attempt)
+
+
+def _groups(flat: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [flat[i : i + size] for i in range(0, len(flat), size)]
+
+
+def _check(promise: bool, broken: str) -> None:
+    if not promise:
+        raise Violation(broken)
