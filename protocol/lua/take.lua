@@ -60,8 +60,9 @@ local function bury(job, last_owner)
   redis.call('XADD', tag .. ':dead', 'MAXLEN', '~', 1000, '*', 'id', job.id,
     'spec', redis.call('HGET', job_key(job.id), 'spec'),
     'crashes', job.crashes, 'strikes', job.strikes, 'owner', last_owner)
-  close_failed(job, 'worker_lost', string.format('given up: %d workers crashed with it, %d never began it',
-    job.crashes, job.silent), false)
+  local cause = string.format('%d workers crashed with it', job.crashes)
+  if job.silent >= MAX_SILENT then cause = string.format('%d workers took it and never began', job.silent) end
+  close_failed(job, 'worker_lost', 'given up: ' .. cause, false)
 end
 
 -- Decides about one entry. kind: lapsed (idle for our lease or offered), new (just delivered to

@@ -309,7 +309,9 @@ async def test_twenty_hand_outs_that_were_never_acknowledged(wire: Wire) -> None
     assert (await wire.take("w21")).jobs == []
     assert await wire.is_closed()
     assert await account(wire) == (0, 0)
-    assert (await wire.events())[-1][1]["code"] == "worker_lost"
+    event = (await wire.events())[-1][1]
+    assert event["code"] == "worker_lost"
+    assert event["message"] == "given up: 20 workers took it and never began"
 
 
 async def test_lost_replies_that_are_recovered_count_among_the_twenty(wire: Wire) -> None:
