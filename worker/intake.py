@@ -76,7 +76,8 @@ class Intake:
         self._wake.clear()
 
     async def _may_take(self) -> bool:
-        if now_s() < self._hold_until_s:
+        # While the server is away the sweep finds out when it is back, not a TAKE: see `hold`.
+        if self._link.down or now_s() < self._hold_until_s:
             return False
         if self._room_until_s is not None and len(self._rows):
             await self._make_room()

@@ -53,14 +53,15 @@ class Backoff:
 class Link:
     """Runs calls and keeps the time of the present outage. Loop thread only.
 
-    Invariant: `_down_since` is set exactly while the last answered-or-not call was unanswered.
+    down    whether the latest call went unanswered
     """
 
-    def __init__(self, url: str, *, lease_s: float, on_long_outage: Callable[[], None]) -> None:
-        self.client = connect(url, timeout_s=max(1.0, lease_s / 3))
-        self._long_s = lease_s / 2
-        self._on_long_outage = on_long_outage
-        self._down_since: float | None = None
+    def __init__(self, url: str, *, timeout_s: float, on_back: Callable[[float], None]) -> None:
+        """`on_back` is told how many seconds the server was away, once it answers again."""
+        self.client = connect(url, timeout_s=timeout_s)
+        self._on_back = on_back
+        self._answered_s = now_s()
+        self.down = False
 
     async def once(self, request: Callable[[], Awaitable[T]]) -> T:
         """Runs a request once. Raises one of UNANSWERED if no answer came."""
@@ -90,19 +91,17 @@ class Link:
 
     def lost(self, error: BaseException) -> None:
         """Notes that a request went unanswered."""
-        if self._down_since is None:
-            self._down_since = now_s()
+        if not self.down:
+            self.down = True
             _log.warning("redis_lost", error=describe(error))
 
     def answered(self) -> None:
-        """Notes that the server answers; reports an outage longer than half a lease."""
-        if self._down_since is None:
-            return
-        down_s = now_s() - self._down_since
-        self._down_since = None
-        _log.info("redis_back", down_s=round(down_s, 3))
-        if down_s > self._long_s:
-            self._on_long_outage()
+        """Notes that the server answers."""
+        down_s, self._answered_s = now_s() - self._answered_s, now_s()
+        if self.down:
+            self.down = False
+            _log.info("redis_back", down_s=round(down_s, 3))
+            self._on_back(down_s)
 
     async def close(self) -> None:
         await self.client.aclose()

@@ -28,7 +28,6 @@ from mlxq.worker.presence import Presence, Sweeper
 from mlxq.worker.publisher import STATUS_NAMES, Publisher
 from mlxq.worker.rows import Row, Rows
 
-
 _log = structlog.get_logger()
 
 
@@ -107,7 +106,7 @@ class Worker:
         self.metrics = Metrics(config.max_batch)
         self.rows = Rows(on_change=self._rows_changed)
         self.link = Link(
-            config.redis_url, lease_s=config.lease_s, on_long_outage=self._after_outage
+            config.redis_url, timeout_s=max(1.0, config.lease_s / 3), on_back=self._redis_back
         )
         self.lease = LeaseThread(
             config,
@@ -205,9 +204,11 @@ class Worker:
         if row is not None and row.finish_call is None:
             self.bridge.drop(row, STATUS_NAMES.get(status, str(status)))
 
-    def _after_outage(self) -> None:
-        self.lease.beat_now()
-        self.intake.hold(self._config.lease_s / 2)
+    def _redis_back(self, down_s: float) -> None:
+        if down_s > self._config.lease_s / 2:
+            self.lease.beat_now()
+            self.intake.hold(self._config.lease_s / 2)
+        self.intake.notify()
 
     def _stalled(self, stalled_s: float) -> None:
         """On the lease thread. A hung engine thread cannot be ended, so the process is."""
