@@ -13,11 +13,10 @@ _SAMPLE_BYTES = 1024
 def fingerprint(folder: Path) -> str:
     """16 hex digits, from the files alone; costs one small read per tensor.
 
-    Covers config.json, the tokenizer's vocabulary files, and of every weight file the size, the
-    header (names, types and shapes) and 1 KiB from the middle of each tensor: a fine-tune has the
-    same header as its base, but not the same bytes. Not covered: weights that differ outside those
-    samples only, the chat template, generation defaults. The same weights in other shards or
-    another precision have another fingerprint.
+    Covers config.json, the tokenizer's vocabulary files, and of every tensor its name, type, shape
+    and 1 KiB from its middle: a fine-tune has the names and shapes of its base, but not its bytes.
+    How the tensors are ordered and spread over files makes no difference. Not covered: weights
+    that differ outside the samples only, the chat template, generation defaults.
     """
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json", "tokenizer.model"):
@@ -25,22 +24,22 @@ def fingerprint(folder: Path) -> str:
         content = path.read_bytes() if path.exists() else b""
         digest.update(f"{name} {len(content)}\n".encode())
         digest.update(content)
-    for path in sorted(folder.glob("model*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        for sample in _samples(path):
-            digest.update(sample)
+    tensors: dict[str, bytes] = {}
+    for path in folder.glob("model*.safetensors"):
+        tensors.update(_tensors(path))
+    for name, sample in sorted(tensors.items()):
+        digest.update(name.encode() + b"\n" + sample)
     return digest.hexdigest()[:16]
 
 
-def _samples(path: Path) -> Iterator[bytes]:
-    """The header of a safetensors file, then some bytes of each tensor, in file order."""
+def _tensors(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Of each tensor of a safetensors file, in the order of the file: description and sample."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length)
-        yield header
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        for start, end in sorted(entry["data_offsets"] for entry in entries.values()):
-            middle = (start + end - min(_SAMPLE_BYTES, end - start)) // 2
-            file.seek(8 + length + middle)
-            yield file.read(min(_SAMPLE_BYTES, end - start))
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            start, end = entry["data_offsets"]
+            size = min(_SAMPLE_BYTES, end - start)
+            file.seek(8 + header_bytes + (start + end - size) // 2)
+            yield f"{name} {entry['dtype']} {entry['shape']}", file.read(size)
