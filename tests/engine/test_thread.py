@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -107,6 +108,14 @@ def driver() -> Iterator[Driver]:
     driver = Driver()
     yield driver
     driver.engine.stop()
+
+
+def until(reached: Callable[[], bool]) -> None:
+    """Waits for something that the engine thread does on its own."""
+    deadline = time.monotonic() + GUARD_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_one_list_of_outputs_per_step(driver: Driver) -> None:
@@ -296,6 +305,9 @@ def test_stall_is_the_time_since_the_last_step_while_there_is_work(
     driver.on_outputs = driver.outputs.put
     batch.gate.set()
     driver.next()
+    clock.now += 50.0
+    until(lambda: driver.engine.stalled_s == 0.0)
+
     driver.engine.stop()
     assert driver.ended()
     clock.now += 50.0

@@ -115,7 +115,6 @@ class MlxBatch:
         if key in self._decoding.uids:
             rows = enumerate(self._decoding.uids)
             self._decoding.filter([index for index, other in rows if other != key])
-            self._free_if_empty()
 
     def step(self) -> list[Output]:
         outputs = self._decode()
@@ -169,13 +168,7 @@ class MlxBatch:
         for response in self._decoding.next():
             ids = [] if response.finish_reason == "stop" else [response.token]
             outputs.append(Output(response.uid, ids, response.finish_reason))
-        self._free_if_empty()
         return outputs
-
-    def _free_if_empty(self) -> None:
-        """An emptied batch still holds its last logits: start a new one."""
-        if not len(self._decoding):
-            self._decoding = self._empty()
 
     def _prefill(self) -> None:
         prefill = self._next_prefill()
