@@ -9,9 +9,7 @@ local function beat(job, attempt)
   receipt(job)
   local closed = gate(job)
   if closed then return closed end
-  -- Never FORCE: an entry that is no longer pending must not come back. No group: TAKE makes one.
-  local err = failure(redis.pcall('XCLAIM', lane_key(job.lane), GROUP, owner, 0, job.entry, 'JUSTID'))
-  if err and not string.find(err, 'NOGROUP', 1, true) then error({err = err}) end
+  claim(job.lane, job.entry, owner)
   return DONE
 end
 

@@ -23,6 +23,7 @@ end
 
 local statuses = {}
 for i = 3, #ARGV, 5 do
-  statuses[#statuses + 1] = emit(load(ARGV[i]), int(ARGV[i + 1]), int(ARGV[i + 2]), int(ARGV[i + 3]), ARGV[i + 4])
+  local attempt, seq, tokens = int(ARGV[i + 1]), int(ARGV[i + 2]), int(ARGV[i + 3])
+  statuses[#statuses + 1] = emit(load(ARGV[i]), attempt, seq, tokens, ARGV[i + 4])
 end
 return answer(statuses)

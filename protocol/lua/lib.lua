@@ -3,15 +3,16 @@
 
 local publish, tag = ARGV[1], string.match(KEYS[1] or '', '^{mlxq:[A-Za-z0-9_.%-]+}')
 if not tag or (publish ~= 'PUBLISH' and publish ~= 'SPUBLISH') then
-  return redis.error_reply('ERR mlxq: KEYS[1] must begin with {mlxq:QUEUE}, ARGV[1] be PUBLISH or SPUBLISH')
+  return redis.error_reply(
+    'ERR mlxq: KEYS[1] must begin with {mlxq:QUEUE}, ARGV[1] be PUBLISH or SPUBLISH')
 end
 
 local DONE, REPEATED, FENCED, ABORTED, EXPIRED, GAP, BROKEN = 1, 2, -1, -2, -3, -4, -5
 local LANES = {'high', 'normal', 'low'}
 local GROUP = 'workers'
 local TEXTS = {'state', 'lane', 'entry', 'owner', 'by'}
-local NUMBERS = {'attempt', 'begun', 'lease', 'seq', 'tokens', 'base', 'crashes', 'strikes', 'silent',
-  'releases', 'deadline', 'retention', 'replay'}
+local NUMBERS = {'attempt', 'begun', 'lease', 'seq', 'tokens', 'base', 'crashes', 'strikes',
+  'silent', 'releases', 'deadline', 'retention', 'replay'}
 local FIELDS = {}
 for _, name in ipairs(TEXTS) do FIELDS[#FIELDS + 1] = name end
 for _, name in ipairs(NUMBERS) do FIELDS[#FIELDS + 1] = name end
@@ -37,11 +38,16 @@ local function valid_id(id)
   return id and #id >= 1 and #id <= 64 and not string.find(id, '[^A-Za-z0-9_%-]')
 end
 
--- A full server refuses only the first write of a script. Called where a script must not be refused.
+-- A full server refuses only the first write of a script. Called where that must not happen.
 local function write_first()
   redis.call('HDEL', tag .. ':meta', '')
 end
 
+local function has(text, part)
+  return string.find(text, part, 1, true) ~= nil
+end
+
+-- The text of an error reply, or nil.
 local function failure(reply)
   return type(reply) == 'table' and reply.err and tostring(reply.err) or nil
 end
@@ -51,7 +57,9 @@ local function load(id)
   local values = redis.call('HMGET', job_key(id), unpack(FIELDS))
   local job = {id = id}
   for i, name in ipairs(FIELDS) do
-    if i <= #TEXTS then job[name] = values[i] or nil else job[name] = tonumber(values[i] or '') or 0 end
+    local value = values[i] or nil
+    if i > #TEXTS then value = tonumber(value or '') or 0 end
+    job[name] = value
   end
   return job
 end
@@ -67,12 +75,12 @@ local function answer(reply)
   return reply
 end
 
--- Stores one event under the next id. False when the transcript refuses the id: it contradicts the hash.
+-- Stores one event under the next id. False when the transcript refuses: it contradicts the hash.
 local function append(job, json)
   local id = job.attempt .. '-' .. (job.seq + 1)
   local err = failure(redis.pcall('XADD', events_key(job.id), id, 'e', json))
   if err then
-    if string.find(err, 'XADD', 1, true) or string.find(err, 'WRONGTYPE', 1, true) then return false end
+    if has(err, 'XADD') or has(err, 'WRONGTYPE') then return false end
     error({err = err})
   end
   job.seq = job.seq + 1
@@ -116,7 +124,8 @@ end
 
 local function close_failed(job, code, message, retryable)
   close(job, 'failed', string.format(
-    '{"type":"failed","code":"%s","message":"%s","retryable":%s,"attempts":%d,"usage":{"completion_tokens":%d}}',
+    '{"type":"failed","code":"%s","message":"%s","retryable":%s,' ..
+    '"attempts":%d,"usage":{"completion_tokens":%d}}',
     code, message, tostring(retryable), job.attempt, job.tokens))
 end
 
@@ -166,10 +175,17 @@ local function charge(job)
   clear(job)
 end
 
+-- Sets the idle time of a pending entry back to 0, or as `...` says. Never FORCE: what is no longer
+-- pending must not come back. Without a group nothing is pending; TAKE makes one.
+local function claim(lane, entry, owner, ...)
+  local reply = redis.pcall('XCLAIM', lane_key(lane), GROUP, owner, 0, entry, 'JUSTID', ...)
+  local err = failure(reply)
+  if err and not has(err, 'NOGROUP') then error({err = err}) end
+end
+
 -- Makes a pending entry claimable at once, whatever the lease of the claimer.
 local function offer(lane, entry, owner)
-  local err = failure(redis.pcall('XCLAIM', lane_key(lane), GROUP, owner, 0, entry, 'TIME', 1, 'JUSTID'))
-  if err and not string.find(err, 'NOGROUP', 1, true) then error({err = err}) end
+  claim(lane, entry, owner, 'TIME', 1)
 end
 
 local function ring()

@@ -20,7 +20,8 @@ local function release(job, attempt)
     clear(job)
   end
   if reason ~= 'no_room' then
-    if not append(job, '{"type":"requeued","reason":"' .. reason .. '"}') then return close_broken(job) end
+    local event = '{"type":"requeued","reason":"' .. reason .. '"}'
+    if not append(job, event) then return close_broken(job) end
     rings = true
   end
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'seq', job.seq,

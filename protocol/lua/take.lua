@@ -24,9 +24,7 @@ local only_solo = false -- a suspect was handed out, and comes with nothing else
 
 local function hand_out(job, delivered)
   local solo = job.strikes >= 1
-  if not delivered then
-    redis.call('XCLAIM', lane_key(job.lane), GROUP, owner, 0, job.entry, 'JUSTID')
-  end
+  if not delivered then claim(job.lane, job.entry, owner) end
   if job.seq == 0 then redis.call('DEL', events_key(job.id)) end
   job.attempt = job.attempt + 1
   redis.call('HSET', job_key(job.id), 'state', 'running', 'attempt', job.attempt, 'owner', owner,
@@ -52,7 +50,8 @@ local function requeue(job, kind)
 end
 
 local function is_dead(job)
-  return (job.crashes >= 3 and job.strikes >= 2) or job.crashes >= max_crashes or job.silent >= MAX_SILENT
+  return (job.crashes >= 3 and job.strikes >= 2) or job.crashes >= max_crashes
+    or job.silent >= MAX_SILENT
 end
 
 local function bury(job, last_owner)
@@ -61,7 +60,9 @@ local function bury(job, last_owner)
     'spec', redis.call('HGET', job_key(job.id), 'spec'),
     'crashes', job.crashes, 'strikes', job.strikes, 'owner', last_owner)
   local cause = string.format('%d workers crashed with it', job.crashes)
-  if job.silent >= MAX_SILENT then cause = string.format('%d workers took it and never began', job.silent) end
+  if job.silent >= MAX_SILENT then
+    cause = string.format('%d workers took it and never began', job.silent)
+  end
   close_failed(job, 'worker_lost', 'given up: ' .. cause, false)
 end
 
@@ -70,9 +71,8 @@ end
 local function examine(lane, entry, id, kind, idle_ms, holder, only_suspects)
   looked = looked + 1
   local job = load(id)
-  if kind == 'lost' and not (job.state == 'running' and job.owner == owner and job.begun ~= job.attempt) then
-    return
-  end
+  local unspoken = job.state == 'running' and job.owner == owner and job.begun ~= job.attempt
+  if kind == 'lost' and not unspoken then return end
   -- guard terminal_check
   if not is_live(job) or job.entry ~= entry then
     drop(lane, entry)
@@ -107,7 +107,7 @@ local function pending(lane, filter)
   local page = redis.pcall('XPENDING', lane_key(lane), GROUP, unpack(filter))
   local err = failure(page)
   if not err then return page end
-  if not string.find(err, 'NOGROUP', 1, true) then error({err = err}) end
+  if not has(err, 'NOGROUP') then error({err = err}) end
   write_first()
   redis.call('XGROUP', 'CREATE', lane_key(lane), GROUP, 0, 'MKSTREAM')
   return {}
@@ -146,7 +146,8 @@ local function read_new(lane)
     end
     -- A suspect must come with nothing else, so an empty worker reads one by one.
     if alone then count = 1 end
-    local reply = redis.call('XREADGROUP', 'GROUP', GROUP, owner, 'COUNT', count, 'STREAMS', lane_key(lane), '>')
+    local reply = redis.call('XREADGROUP', 'GROUP', GROUP, owner, 'COUNT', count,
+      'STREAMS', lane_key(lane), '>')
     if not reply or #reply == 0 then return end
     for _, entry in ipairs(reply[1][2]) do
       examine(lane, entry[1], entry[2][2], 'new', 0, owner, false)

@@ -61,8 +61,10 @@ def subscriber(server: Server, command: str, log: Path) -> Iterator[None]:
     """The README's other terminal."""
     words = ["redis-cli", "-p", str(server.port), "--no-raw", *shlex.split(command)[1:]]
     with log.open("wb") as output, subprocess.Popen(words, stdout=output) as process:
-        yield
-        process.kill()
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def received(log: Path, wanted: str) -> str:
