@@ -13,7 +13,7 @@ PROMPT = prompt_of(11, 3)
 WAYS = {
     "greedy": GREEDY,
     "greedy, penalties": SamplingParams(
-        temperature=0.0, repetition_penalty=1.3, presence_penalty=2.0, frequency_penalty=1.5
+        temperature=0.0, repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=-1.0
     ),
     "seeded": SamplingParams(seed=7),
     "seeded, large seed": SamplingParams(temperature=1.4, seed=2**63 - 1),
