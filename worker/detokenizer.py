@@ -83,7 +83,7 @@ class WindowDetokenizer:
     `decode` gives the text of some ids, special tokens left out.
     """
 
-    MAX_HELD: Final = 4  # a character has at most four bytes, and an id at least one
+    MAX_HELD: Final = 8  # four ids for the bytes of a character, and some without text
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -104,7 +104,7 @@ class WindowDetokenizer:
     def flush(self) -> str:
         text = self._held_text()
         self._held = []
-        return text.rstrip(REPLACEMENT) + REPLACEMENT if text else ""
+        return text
 
     def _held_text(self) -> str:
         shown = self._decode(self._context)

@@ -24,9 +24,10 @@ from mlxq.worker.lease import LeaseThread
 from mlxq.worker.link import Link
 from mlxq.worker.metrics import Metrics
 from mlxq.worker.orders import Order, Orders
-from mlxq.worker.presence import Presence, Sweeper
+from mlxq.worker.presence import Presence
 from mlxq.worker.publisher import STATUS_NAMES, Publisher
 from mlxq.worker.rows import Row, Rows
+from mlxq.worker.sweeper import Sweeper
 
 _log = structlog.get_logger()
 
