@@ -41,7 +41,21 @@ class Connections:
     """
 
     def __init__(self, url: str, *, max_connections: int, socket_timeout_s: float) -> None:
-        self._pool = BlockingConnectionPool(**_options(url, max_connections, socket_timeout_s))
+        options = {
+            "max_connections": max_connections,
+            "socket_timeout": socket_timeout_s,
+            "socket_connect_timeout": socket_timeout_s,
+            **_parse(url),
+            # RESP2: subscriptions then read as plain lists, and no handshake is needed.
+            "protocol": 2,
+            "decode_responses": False,
+            "health_check_interval": 0,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        # `_try` has the timeout instead: redis-py would use asyncio.wait_for, which on Python
+        # 3.11 may swallow the cancellation of a task that is just sending.
+        self._reply_s = options.pop("socket_timeout")
+        self._pool = BlockingConnectionPool(**options, timeout=None, socket_timeout=None)
         self._client = Redis.from_pool(self._pool)
         self._asking: set[asyncio.Timeout] = set()
         self._nobody_asks = asyncio.Event()
@@ -64,7 +78,7 @@ class Connections:
             except REFUSALS as error:
                 raise ServerUnreachable(f"refused by Redis: {error}") from None
             except (RedisError, OSError) as error:
-                trouble = str(error) or type(error).__name__
+                trouble = str(error) or "timeout"
             failures += 1
             wait_s = backoff_s(failures)
             if deadline is not None and now() + wait_s >= deadline:
@@ -75,7 +89,8 @@ class Connections:
         raise closed()
 
     async def _try(self, action: Callable[[Redis], Awaitable[T]], deadline: float | None) -> T:
-        timeout = asyncio.timeout_at(deadline)
+        by = asyncio.get_running_loop().time() + self._reply_s
+        timeout = asyncio.timeout_at(by if deadline is None else min(by, deadline))
         self._asking.add(timeout)
         try:
             async with timeout:
@@ -85,10 +100,9 @@ class Connections:
             if not self._asking:
                 self._nobody_asks.set()
 
-    def subscription(self, silence_s: float) -> AbstractConnection:
-        """A connection of its own, not yet connected, that fails if nothing arrives so long."""
-        own = {"socket_timeout": silence_s, "health_check_interval": 0}
-        return self._pool.connection_class(**{**self._pool.connection_kwargs, **own})
+    def subscription(self) -> AbstractConnection:
+        """A connection apart from the pool, not yet connected. It has no timeout of its own."""
+        return self._pool.connection_class(**self._pool.connection_kwargs)
 
     async def aclose(self) -> None:
         """Ends all commands under way and closes the connections. May be called again."""
@@ -107,20 +121,9 @@ def closed() -> MlxqError:
     return MlxqError("the producer is closed")
 
 
-def _options(url: str, max_connections: int, socket_timeout_s: float) -> dict[str, Any]:
+def _parse(url: str) -> dict[str, Any]:
     try:
-        given = parse_url(url)
+        return dict(parse_url(url))
     except ValueError:
         # The reason may quote a part of the password.
         raise ValueError("bad Redis URL: expected redis://, rediss:// or unix://") from None
-    return {
-        "max_connections": max_connections,
-        "timeout": socket_timeout_s,
-        "socket_timeout": socket_timeout_s,
-        "socket_connect_timeout": socket_timeout_s,
-        **given,
-        # RESP2: subscriptions then read as plain lists, and no handshake is needed.
-        "protocol": 2,
-        "decode_responses": False,
-        "retry": Retry(NoBackoff(), 0),
-    }

@@ -116,7 +116,7 @@ class Hub:
 
     def __init__(
         self,
-        connect: Callable[[float], AbstractConnection],
+        connect: Callable[[], AbstractConnection],
         keepalive: str,
         *,
         sharded: bool,
@@ -174,7 +174,7 @@ class Hub:
 
     async def _run(self) -> None:
         failures = 0
-        while True:
+        while not self._closed:
             try:
                 await self._session()
             except Exception as error:
@@ -196,9 +196,10 @@ class Hub:
                     feed.refuse(self.trouble)
 
     async def _session(self) -> None:
-        connection = self._connect(SILENCE_S)
+        connection = self._connect()
         try:
-            await connection.connect()  # type: ignore[no-untyped-call]
+            async with asyncio.timeout(SILENCE_S):
+                await connection.connect()  # type: ignore[no-untyped-call]
             async with asyncio.TaskGroup() as halves:
                 halves.create_task(self._read(connection))
                 halves.create_task(self._write(connection))
@@ -207,7 +208,8 @@ class Hub:
 
     async def _read(self, connection: AbstractConnection) -> None:
         while True:
-            reply = await connection.read_response()
+            async with asyncio.timeout(SILENCE_S):
+                reply = await connection.read_response()
             match reply:
                 case [b"message" | b"smessage", channel, message]:
                     for feed in self._feeds.get(channel.decode(), ()):

@@ -22,7 +22,7 @@ from mlxq.protocol.events import (
 )
 from mlxq.protocol.events import Result as StoredResult
 from mlxq.protocol.keys import Keys
-from mlxq.protocol.scripts import DONE, EmitItem, Scripts, Taken, run
+from mlxq.protocol.scripts import DONE, EmitItem, PublishCommand, Scripts, Taken, run
 
 LEASE_MS = 60_000
 
@@ -40,6 +40,10 @@ class Hand:
         self.tokens = taken.tokens
         self.spec = taken.spec
         self.said = ""
+
+    def publish(self, command: PublishCommand) -> None:
+        """With the other command, what is said is stored and reaches no subscriber."""
+        self._scripts = Scripts(self._scripts.keys, command)
 
     async def start(self) -> None:
         """The first event of this attempt."""
