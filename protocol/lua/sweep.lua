@@ -11,7 +11,7 @@ local looked, closed, wrapped = 0, 0, false
 local function look(lane, entry, id)
   looked = looked + 1
   local job = load(id)
-  if not is_live(job) or job.entry ~= entry then
+  if not is_live(job) or job.lane ~= lane or job.entry ~= entry then
     drop(lane, entry)
   elseif gate(job) then
     closed = closed + 1

@@ -74,7 +74,7 @@ local function examine(lane, entry, id, kind, idle_ms, holder, only_suspects)
   local unspoken = job.state == 'running' and job.owner == owner and job.begun ~= job.attempt
   if kind == 'lost' and not unspoken then return end
   -- guard terminal_check
-  if not is_live(job) or job.entry ~= entry then
+  if not is_live(job) or job.lane ~= lane or job.entry ~= entry then
     drop(lane, entry)
     settled = settled + 1
     return
