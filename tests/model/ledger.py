@@ -7,9 +7,9 @@ against what was promised before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mlxq.protocol.scripts import DONE, REPEATED, Call, Enqueued, Take, Taken
 from tests.model.plan import Plan
@@ -50,12 +50,19 @@ class Entry:
     attempt: int = 0
     doomed: int | None = None  # events stored when an abort key was set on the live job
     aborted: bool = False  # ABORT said: closed now
+    sweeps: int = 0  # rounds of SWEEP since it was due to be closed
     tampered: bool = False  # an operator wrote into its transcript
     finish: tuple[int, str, Sequence[bytes], bytes] | None = None  # seq, state, events, result
 
     @property
     def current(self) -> HandOut | None:
         return self.handouts.get(self.attempt)
+
+    @property
+    def due(self) -> bool:
+        """Whether an abort key or a passed deadline asks for its end."""
+        expired = 0 < self.deadline < time.time() - ROUNDING_S
+        return self.enqueued and (self.doomed is not None or expired)
 
     @property
     def current_owner(self) -> str:
@@ -66,12 +73,26 @@ class Entry:
         return bool(now and attempt == self.attempt and now.owner == owner and not now.end)
 
 
+class Server(Protocol):
+    """What the ledger asks the server itself."""
+
+    def waiting(self, ids: list[str]) -> list[str]:
+        """Those of these jobs that lack nothing but a slot."""
+        ...
+
+    def among(self, ids: list[str], *states: bytes) -> list[str]:
+        """Those of these jobs that are in one of the states."""
+        ...
+
+
 class Ledger:
     """Truth of one schedule. `saw` is called once for each script that ran."""
 
-    def __init__(self, plans: Sequence[Plan], waiting: Callable[[list[str]], list[str]]) -> None:
+    def __init__(self, plans: Sequence[Plan], server: Server) -> None:
         self.jobs = {plan.id: Entry(plan) for plan in plans}
-        self.waiting = waiting
+        self.server = server
+        self.bell = (0, 0)  # as the last TAKE saw it
+        self.rung = False  # since then
 
     def saw(self, name: str, call: Call[Any], reply: Any, before: float) -> None:
         """Enters one run. `before`: monotonic seconds before the call was sent."""
@@ -82,7 +103,7 @@ class Ledger:
         job = self.jobs[args[0]]
         if reply.status == "ok":
             _check(not job.enqueued, f"{args[0]} was created twice")
-            job.enqueued = True
+            job.enqueued = self.rung = True
             job.deadline = time.time() + args[3] / 1000 if args[3] else 0.0
 
     def _take(self, args: Any, reply: Take, before: float) -> None:
@@ -90,11 +111,21 @@ class Ledger:
         _check(len(reply.jobs) <= n, f"TAKE gave {len(reply.jobs)} jobs for {n} slots")
         solo = [taken for taken in reply.jobs if taken.solo]
         _check(not solo or (alone and len(reply.jobs) == 1), "a suspect was not handed out alone")
+        self._check_bell(reply.bell_id)
         self._loosen(owner, bool(recover))
         for taken in reply.jobs:
             self._hand_out(taken, owner, lease_ms, before)
         if len(reply.jobs) < n and not reply.more and not solo:
             self._check_nobody_waits()
+            if recover:
+                self._check_recovered(owner, {taken.id for taken in reply.jobs})
+
+    def _check_bell(self, bell_id: str) -> None:
+        """A worker that waits for a bell behind this id misses no job and wakes for no other."""
+        ms, _, number = bell_id.partition("-")
+        bell = (int(ms), int(number))
+        _check((bell > self.bell) == self.rung, f"the bell is at {bell} after {self.bell}")
+        self.bell, self.rung = bell, False
 
     def _loosen(self, owner: str, recover: bool) -> None:
         """TAKE gives back, uncharged, what its owner let lapse or never heard of."""
@@ -124,8 +155,18 @@ class Ledger:
             for job in self.jobs.values()
             if job.enqueued and (job.current is None or job.current.end in RELEASED)
         ]
-        left = self.waiting(waiting) if waiting else []
+        left = self.server.waiting(waiting)
         _check(not left, f"{left} waits while a slot is free")
+
+    def _check_recovered(self, owner: str, given: set[str]) -> None:
+        """What an unanswered TAKE had given to this owner is known to it now, or not its own."""
+        unheard = [
+            job.plan.id
+            for job in self.jobs.values()
+            if job.current and job.current.owner == owner and not job.current.begun
+        ]
+        left = self.server.among([i for i in unheard if i not in given], b"running")
+        _check(not left, f"{left} is still given to {owner}, which never heard of it")
 
     def _emit(self, args: Any, reply: list[int], before: float) -> None:
         owner, *rest = args
@@ -172,6 +213,7 @@ class Ledger:
                 what = f"release of {job_id} attempt {attempt} by {owner}"
                 _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
                 job.handouts[attempt].end = reason
+                self.rung |= reason != "no_room"
 
     def _abort(self, args: Any, reply: str, before: float) -> None:
         job = self.jobs[args[0]]
@@ -183,7 +225,15 @@ class Ledger:
             job.doomed = 0
 
     def _sweep(self, args: Any, reply: Any, before: float) -> None:
-        _check(reply.looked <= args[0] + 1, f"SWEEP looked at {reply.looked} of {args[0]}")
+        _check(reply.looked <= args[0], f"SWEEP looked at {reply.looked} of {args[0]}")
+        if reply.wrapped:
+            due = [job for job in self.jobs.values() if job.due]
+            for job in due:
+                job.sweeps += 1
+            # Before the first wrap the cursor may have been past it; the second round sees it.
+            overdue = [job.plan.id for job in due if job.sweeps == 2]
+            left = self.server.among(overdue, b"queued", b"running")
+            _check(not left, f"{left} is still live after two rounds of SWEEP")
 
     def _check_deadline(self, job: Entry, before: float, what: str) -> None:
         if job.deadline:

@@ -26,6 +26,10 @@ class Lost(Exception):
     """No reply came: the call may have run, may run later, or never."""
 
 
+class ScriptFailed(Violation):
+    """A script answered with an error."""
+
+
 class Network:
     """Runs calls for the actors of one schedule. Single thread; one connection."""
 
@@ -111,7 +115,7 @@ class Network:
             self.note(who, name, *call.args[1:], "=>", error)
             if "NOGROUP" in str(error):
                 raise Lost from None
-            raise Violation(f"{name} failed: {error}") from None
+            raise ScriptFailed(f"{name} failed: {error}") from None
         self.note(who, name, *call.args[1:], "=>", reply, fate)
         self.ledger.saw(name, call, reply, before)
         return reply

@@ -9,11 +9,13 @@ from mlxq.protocol.events import decode_event, decode_result
 from mlxq.protocol.keys import GROUP, LANES
 from tests.model.ledger import RELEASED, Entry, HandOut
 from tests.model.plan import emitted, text_of
+from tests.model.submitter import REPLAY_MS, RETENTION_MS
 from tests.model.transcript import Stored, read_page, token_ids, token_text
 from tests.model.world import World
 
 SURE = "sure"
 MAYBE = "maybe"
+LONGEST_MS = 200_000  # no schedule takes as long
 
 
 def check_promises(world: World) -> list[str]:
@@ -93,6 +95,7 @@ class Record:
         self._check_end()
         self._check_charges()
         self._check_abort_key()
+        self._check_retention()
 
     def _require(self, promise: bool, broken: str) -> None:
         told = [f"{event.id}:{event.json.decode()}" for event in self.stored]
@@ -238,10 +241,14 @@ class Record:
 
     @property
     def _innocent(self) -> bool:
-        """A healthy job among poison ones only, all owners being in time."""
-        mix = self.world.mix
+        """A healthy job beside poison that shows before the first token, all owners in time.
+
+        A neighbour that dies later, again and again, may take it along: only its crashes count.
+        """
+        mix, kinds = self.world.mix, {plan.kind for plan in self.world.plans.values()}
         quiet = not (mix.kill or mix.pause or mix.cut or mix.engine_dies or mix.late)
-        return quiet and not self.world.stalled and not self.job.plan.poison
+        told = not self.world.stalled and "stubborn" not in kinds
+        return quiet and told and not self.job.plan.poison
 
     def _check_charges(self) -> None:
         charges, crashes = self._charges(), int(self.hash.get("crashes") or 0)
@@ -253,3 +260,11 @@ class Record:
         """The terminal event consumed the key, unless it was set afterwards."""
         left = self.world.client.exists(self.world.keys.abort(self.id))
         self._require(not left or self.id in self.world.late_keys, "the abort key was not consumed")
+
+    def _check_retention(self) -> None:
+        """A result replaces the transcript, which then may go sooner."""
+        client, keys = self.world.client, self.world.keys
+        kept = REPLAY_MS if self.job.finish else RETENTION_MS
+        for key, kept_ms in ((keys.job(self.id), RETENTION_MS), (keys.events(self.id), kept)):
+            left_ms = int(client.pttl(key))
+            self._require(kept_ms - LONGEST_MS < left_ms <= kept_ms, f"{key} has {left_ms} ms left")

@@ -69,7 +69,7 @@ def run_schedule(
             counts.add(world, ends)
     except Violation as broken:
         told = "\n".join(" ".join(map(str, action)) for action in world.net.actions)
-        raise Violation(f"seed {seed}: {broken}\nlast actions:\n{told}\n{mix}") from None
+        raise type(broken)(f"seed {seed}: {broken}\nlast actions:\n{told}\n{mix}") from None
     finally:
         world.hub.close()
         _clear(client, world)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tests.model.world import World
 
 RETENTION_MS = 600_000
+REPLAY_MS = 300_000
 RETRY_S = 0.002
 
 
@@ -30,7 +31,7 @@ class Submitter:
             deadline_ms=plan.deadline_ms,
             cap=world.mix.cap,
             retention_ms=RETENTION_MS,
-            replay_ms=RETENTION_MS,
+            replay_ms=REPLAY_MS,
         )
         self.unanswered = False
         self.giving_up = False

@@ -12,6 +12,7 @@ from redis.retry import Retry
 from tests.model.guards import guards, without
 from tests.model.ledger import Violation
 from tests.model.mix import ABORTS, CALLS, STORM, ZOMBIES, Mix
+from tests.model.network import ScriptFailed
 from tests.model.schedule import run_schedule
 from tests.server import Server
 
@@ -47,6 +48,8 @@ def test_a_missing_guard_is_noticed(blocking: redis.Redis, queue: str, guard: st
     for seed in range(MOST_SCHEDULES):
         try:
             run_schedule(blocking, f"{queue}-{seed}", seed, BITES[guard], patched)
+        except ScriptFailed as error:
+            pytest.fail(f"the scripts do not run without {guard}: {error}")
         except Violation:
             return
     pytest.fail(f"nobody missed the guard {guard} in {MOST_SCHEDULES} schedules")

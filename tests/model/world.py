@@ -44,7 +44,7 @@ class World:
         self.keys = Keys(queue)
         self.scripts = Scripts(self.keys)
         self.plans = make_plans(self.rng, mix)
-        self.ledger = Ledger(list(self.plans.values()), self._waiting)
+        self.ledger = Ledger(list(self.plans.values()), self)
         self.faults: Counter[str] = Counter()
         self.net = Network(client, self.rng, self.ledger, self.faults, patched)
         self.net.mix = mix
@@ -111,7 +111,7 @@ class World:
 
     def tamper(self) -> None:
         """And another: the transcript of a live job goes on without its hash."""
-        live = self.unfinished()
+        live = [i for i in self.unfinished() if not self.ledger.jobs[i].tampered]
         if live:
             job_id = self.rng.choice(live)
             self.client.xadd(self.keys.events(job_id), {"e": '{"type":"junk"}'}, id="1000-1")
@@ -125,10 +125,14 @@ class World:
     def unfinished(self) -> list[str]:
         """Jobs that exist and are not terminal."""
         ids = [job.plan.id for job in self.ledger.jobs.values() if job.enqueued]
-        states = self._fields(ids, "state")
-        return [i for i, (state,) in zip(ids, states, strict=True) if state in LIVE]
+        return self.among(ids, b"queued", b"running")
 
-    def _waiting(self, ids: list[str]) -> list[str]:
+    def among(self, ids: list[str], *states: bytes) -> list[str]:
+        """Those of these jobs that are in one of the states."""
+        found = self._fields(ids, "state")
+        return [i for i, (state,) in zip(ids, found, strict=True) if state in states]
+
+    def waiting(self, ids: list[str]) -> list[str]:
         """Those of these jobs that lack nothing but a slot."""
         now_ms = time.time() * 1000
         return [
@@ -140,14 +144,13 @@ class World:
         ]
 
     def _fields(self, ids: Sequence[str], *fields: str) -> list[list[Any]]:
+        if not ids:
+            return []
         with self.client.pipeline(transaction=False) as pipe:
             for job_id in ids:
                 pipe.hmget(self.keys.job(job_id), *fields)
             answers: list[list[Any]] = pipe.execute()
         return answers
-
-
-LIVE = (b"queued", b"running")
 
 
 def make_plans(rng: random.Random, mix: Mix) -> dict[str, Plan]:
