@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache
 
 from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.prefill import padding_is_exact
@@ -33,6 +33,36 @@ def test_rows_that_arrive_in_turn_equal_single_requests(
         expected = greedy_reference(loaded, prompt_of(length, index), 10 + index)
         assert rig.ids[str(index)] == expected, f"row {index}"
     assert set(rig.finishes().values()) == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("config", "side_by_side"),
+    [
+        ({"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, True),
+        (
+            {
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "sliding_window": 16,
+                "sliding_window_pattern": 2,
+            },
+            True,
+        ),
+        ({"model_type": "falcon_h1"}, False),
+    ],
+    ids=["sliding window", "gemma3", "hybrid"],
+)
+def test_other_architectures(tmp_path: Path, config: dict[str, Any], side_by_side: bool) -> None:
+    other = load_model(str(make_tiny_model(tmp_path, config=config)))
+    assert padding_is_exact(other.network) is side_by_side
+    rig = Rig(other, max_batch=5)
+    for index, length in enumerate(LENGTHS):
+        rig.admit(request(str(index), prompt_of(length, index), max_tokens=20 + index))
+        rig.step(index % 3)
+    rig.finish()
+    for index, length in enumerate(LENGTHS):
+        expected = greedy_reference(other, prompt_of(length, index), 20 + index)
+        assert rig.ids[str(index)] == expected, f"row {index}"
 
 
 def test_greedy_rows_beside_sampled_ones_are_exact(loaded: LoadedModel) -> None:
@@ -280,15 +310,6 @@ def test_a_decode_step_that_raises_is_not_swallowed(loaded: LoadedModel) -> None
     trap.broken = True
     with pytest.raises(RuntimeError, match="poisoned"):
         rig.step()
-
-
-def test_recurrent_rows_are_not_padded(loaded: LoadedModel) -> None:
-    class Hybrid:
-        def make_cache(self) -> list[object]:
-            return [KVCache(), ArraysCache(2)]
-
-    assert padding_is_exact(loaded.network)
-    assert not padding_is_exact(Hybrid())
 
 
 def test_finished_and_cancelled_rows_leave_no_memory(tmp_path: Path) -> None:

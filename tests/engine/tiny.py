@@ -1,4 +1,4 @@
-"""A tiny llama with random weights and a byte-level tokenizer, written to a folder.
+"""A tiny model with random weights and a byte-level tokenizer, written to a folder.
 
 The folder is a real model folder: the real loaders read it, offline. The weights depend on `seed`
 alone, so that two folders made with the same arguments hold the same model.
@@ -6,13 +6,13 @@ alone, so that two folders made with the same arguments hold the same model.
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -50,7 +50,8 @@ def make_tiny_model(
     """Writes weights (float32), configs and tokenizer into `folder`, and returns it.
 
     scale   of the output layer: the larger, the further apart are the logits of two ids
-    config  entries that replace or join those of config.json
+    config  entries that replace or join those of config.json; model_type chooses another
+            architecture of mlx-lm than llama
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -77,7 +78,9 @@ def make_tiny_model(
 
 
 def _write_weights(path: Path, settings: dict[str, Any], seed: int, scale: float) -> None:
-    names = tree_flatten(Model(ModelArgs.from_dict(settings)).parameters())
+    library = importlib.import_module(f"mlx_lm.models.{settings['model_type']}")
+    network = library.Model(library.ModelArgs.from_dict(settings))
+    names = tree_flatten(network.parameters())
     weights = {}
     for number, (name, array) in enumerate(sorted(names)):
         if array.ndim == 1:

@@ -47,7 +47,7 @@ def load_model(source: str) -> LoadedModel:
         # Shapes are known before anything is computed: this costs no forward pass.
         vocab_size: int = network(mx.zeros((1, 1), mx.int32)).shape[-1]
         info = ModelInfo(
-            name=source if not Path(source).is_dir() else folder.name,
+            name=folder.name if Path(source).expanduser().is_dir() else source,
             path=str(folder),
             fingerprint=fingerprint(folder),
             vocab_size=vocab_size,

@@ -58,7 +58,7 @@ def make_processors(
 
 def fold(seed: int, position: int) -> mx.array:
     """The random key of one draw: a hash, so that near seeds and positions share nothing."""
-    words = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    words = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = hashlib.blake2b(words, digest_size=8).digest()
     key: mx.array = mx.random.key(int.from_bytes(digest, "little"))
     return key
