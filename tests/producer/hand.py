@@ -64,12 +64,16 @@ class Hand:
         await self.emit_json(*(encode_event(event) for event in events))
 
     async def emit_json(self, *events: bytes) -> None:
+        statuses = await self.offer(*events)
+        assert statuses == [DONE] * len(events), statuses
+
+    async def offer(self, *events: bytes) -> list[int]:
+        """One EMIT; its statuses, which tell whether the job is still ours."""
         items = []
         for event in events:
             self.seq += 1
             items.append(EmitItem(self.id, self.attempt, self.seq, self.tokens, event))
-        statuses = await run(self._client, self._scripts.emit(self._owner, items))
-        assert statuses == [DONE] * len(items), statuses
+        return await run(self._client, self._scripts.emit(self._owner, items))
 
     async def finish(self, *texts: str, reason: FinishReason = "stop") -> None:
         """The last texts, the result and the terminal event, in one FINISH."""

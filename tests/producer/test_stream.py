@@ -181,6 +181,25 @@ async def test_a_message_that_is_no_event_does_no_harm(
     assert text_of(events) == "fine"
 
 
+async def test_sharded_channels(
+    server: Server, queue: str, client: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxq.producer.stream.QUIET_MIN_S", 3600.0)
+    async with Producer(server.url, queue, publish="SPUBLISH") as producer:
+        job = await producer.submit(prompt="a")
+        events = job.events()
+        hand = await HandWorker(client, keys).take()
+        hand.publish("SPUBLISH")
+        await hand.start()
+        await anext(events)
+        assert await client.pubsub_shardnumsub(keys.live(job.id)) == [
+            (keys.live(job.id).encode(), 1)
+        ]
+        await hand.say("a")
+        await hand.finish("b")
+        check_complete(await collect(events), after=1)
+
+
 async def test_a_failed_job(producer: Producer, worker: HandWorker) -> None:
     job = await producer.submit(prompt="a")
     hand = await worker.take()

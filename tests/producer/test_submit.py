@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from mlxq.producer import (
 )
 from mlxq.protocol.jobs import Job, decode_job
 from mlxq.protocol.keys import LANES, Keys
-from mlxq.protocol.scripts import Scripts, run
+from mlxq.protocol.scripts import Call, Enqueued, Scripts, run
 from tests.producer.hand import HandWorker
 from tests.proxy import Proxy
 from tests.server import Server, free_port
@@ -130,6 +131,19 @@ async def test_a_job_over_the_size_limit(server: Server, queue: str) -> None:
         assert (await producer.submit(prompt="x" * 20)).id
 
 
+async def test_a_job_over_the_size_limit_of_the_server(
+    producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueue = Scripts.enqueue
+
+    def stricter(self: Scripts, *args: Any, **given: Any) -> Call[Enqueued]:
+        return enqueue(self, *args, **{**given, "max_bytes": 10})
+
+    monkeypatch.setattr(Scripts, "enqueue", stricter)
+    with pytest.raises(TooLarge, match="server"):
+        await producer.submit(prompt="x")
+
+
 async def test_the_queue_is_full(server: Server, queue: str) -> None:
     async with Producer(server.url, queue, cap=2) as producer:
         await producer.submit(prompt="a")
@@ -228,6 +242,18 @@ async def test_a_cancelled_submit_aborts_the_job(
         with pytest.raises(asyncio.CancelledError):
             await submit
         assert (await producer.attach("mine").result()).finish_reason == "aborted"
+
+
+async def test_a_unix_socket(tmp_path: Path, queue: str) -> None:
+    path = tmp_path / "s"
+    own = Server("--unixsocket", str(path)).start()
+    try:
+        async with Producer(f"unix://{path}", queue) as producer:
+            job = await producer.submit(prompt="a")
+            await job.abort()
+            assert (await job.result()).finish_reason == "aborted"
+    finally:
+        own.stop()
 
 
 async def test_no_server() -> None:
