@@ -99,8 +99,7 @@ class Driver:
         return self.outputs.get(timeout=GUARD_S)
 
     def ended(self) -> bool:
-        self.engine.join(GUARD_S)
-        return not self.engine._thread.is_alive()
+        return self.engine.join(GUARD_S)
 
 
 @pytest.fixture
@@ -193,6 +192,7 @@ def test_stop_ends_a_busy_engine_after_its_step(driver: Driver) -> None:
     driver.engine.admit(request("a", 1_000_000))
     assert batch.stepping.wait(GUARD_S)
     driver.engine.stop()
+    assert not driver.engine.join(0.01), "in a step"
     batch.gate.set()
     assert driver.ended()
     assert driver.engine.steps == 1

@@ -51,8 +51,7 @@ class EngineThread:
     """Owns the engine thread. Every method may be called from any thread.
 
     Messages go in by one queue, outputs come back by `on_outputs`; no lock is held across. Stop and
-    join it before the process ends, and if it does not end, leave by `os._exit`: MLX aborts a
-    process that exits while another thread is in a step.
+    join it before the process ends: MLX aborts a process that exits while a thread is in a step.
 
     load        makes the batch, on the engine thread: MLX streams belong to the thread that made
                 them
@@ -97,8 +96,10 @@ class EngineThread:
         self._stopping.set()
         self._inbox.put(None)
 
-    def join(self, timeout_s: float | None = None) -> None:
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the thread to end. False if it has not: the process must go by `os._exit`."""
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @property
     def stalled_s(self) -> float:
