@@ -181,7 +181,7 @@ def show(plain: bool, max_tokens: int) -> int:
         with view:
             view.say(f"server at {stack.url} (pid {stack.server_pid}), model {model.name}")
             asyncio.run(play(stack, view, board, max_tokens))
-    console.print(summary(board))
+    console.print(summary(board, console.width))
     resumed = [pane for pane in board.panes if len(pane.workers) > 1]
     if not resumed:
         raise RuntimeError("no job was resumed: the killed worker had finished them all")

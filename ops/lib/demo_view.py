@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
+from rich.box import SIMPLE_HEAD
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 RATE_WINDOW_S = 3.0
+OTHER_COLUMNS = 66  # characters that the table needs beside the prompts
 STYLE = {
     "waiting": "dim",
     "streaming": "cyan",
@@ -62,7 +64,7 @@ class Board:
 
     panes: list[Pane]
     stage: str = ""
-    news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    news: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 
     def tokens_per_s(self) -> float:
         return sum(pane.tokens_per_s() for pane in self.panes)
@@ -77,7 +79,7 @@ class View(Protocol):
 
 
 class LiveView:
-    """Redraws the whole board several times a second, in the terminal's alternate order."""
+    """Redraws the whole board several times a second; leaves nothing on the screen."""
 
     def __init__(self, board: Board, console: Console) -> None:
         self.board = board
@@ -109,19 +111,19 @@ class LiveView:
         console = self.console
         across = 4 if console.width >= 140 else 2
         down = -(-len(self.board.panes) // across)
-        news = list(self.board.news)
-        height = max(4, min(10, (console.height - len(news) - 3) // down))
+        news = list(self.board.news)[-max(3, console.height - 4 * down - 2) :]
+        height = max(4, min(10, (console.height - len(news) - 2) // down))
         width = console.width // across - 1
         title = Text(f"mlxq  {self.board.stage}  ", style="bold")
         title.append(f"{self.board.tokens_per_s():.0f} tok/s", style="bold green")
-        panes = [pane_panel(pane, width, height) for pane in self.board.panes]
+        panes = [pane_panel(pane, console, width, height) for pane in self.board.panes]
         return Group(title, Columns(panes, padding=(0, 1)), *map(Text, news))
 
 
-def pane_panel(pane: Pane, width: int, height: int) -> Panel:
+def pane_panel(pane: Pane, console: Console, width: int, height: int) -> Panel:
     """The end of the pane's text, under the worker that it comes from."""
     style = STYLE.get(pane.state, "green")
-    lines = Text(pane.text).wrap(Console(width=width - 4), width - 4)
+    lines = Text(pane.text).wrap(console, width - 4)
     body = Text("\n").join(lines[-(height - 2) :])
     rate = f" {pane.tokens_per_s():.0f} tok/s" if pane.state == "streaming" else ""
     return Panel(
@@ -166,28 +168,20 @@ class PlainView:
         self.say(f"[{pane.number} {where}] {' '.join(new.split())}")
 
 
-def summary(board: Board) -> Table:
-    """The table at the end: one row per job."""
-    table = Table(title="What became of each job", title_style="bold")
-    for name, justify in (
-        ("job", "right"),
-        ("prompt", "left"),
-        ("workers", "left"),
-        ("attempts", "right"),
-        ("tokens", "right"),
-        ("first token", "right"),
-        ("finish", "left"),
-    ):
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+def summary(board: Board, width: int) -> Table:
+    """The table at the end, one row per job; prompts are cut to what `width` leaves for them."""
+    table = Table(title="What became of each job", title_style="bold", box=SIMPLE_HEAD)
+    for name in ("job", "prompt", "workers", "attempts", "tokens", "first token", "finish"):
+        number = name in ("job", "attempts", "tokens", "first token")
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for pane in board.panes:
-        first = "-" if pane.first_token_s is None else f"{pane.first_token_s:.2f} s"
         table.add_row(
             str(pane.number),
-            pane.question[:36],
+            pane.question[: max(8, width - OTHER_COLUMNS)],
             " > ".join(pane.workers),
             str(len(pane.workers)),
             str(pane.tokens),
-            first,
+            "-" if pane.first_token_s is None else f"{pane.first_token_s:.2f} s",
             pane.finish,
         )
     return table

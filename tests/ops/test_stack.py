@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.ops.processes import alive, all_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,16 +32,6 @@ raise SystemExit(guarded(main))
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    # A zombie waits for its new parent to reap it: it is dead.
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
@@ -56,7 +46,4 @@ def test_nothing_is_left_behind(number: signal.Signals, status: int) -> None:
         assert len(pids) == 3 and all(map(alive, pids))
         program.send_signal(number)
         assert program.wait() == status
-    deadline = time.monotonic() + 30
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(alive, pids))
+    assert all_gone(pids)
