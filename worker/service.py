@@ -52,9 +52,10 @@ async def serve(config: Config, load: Callable[[], Batch], orders: Orders) -> in
             await worker.run(steps)
     finally:
         engine.stop()
-    # A hung engine cannot be joined; the process must go all the same.
-    engine.join(5.0)
-    return _exit_code(orders)
+    code = _exit_code(orders)
+    if not engine.join(5.0):
+        os._exit(code)  # MLX aborts a process that exits while a thread is in a step
+    return code
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
