@@ -76,7 +76,7 @@ class Output(NamedTuple):
 class ModelInfo:
     """What the asyncio side must know of the loaded model.
 
-    fingerprint     same for two workers that hold the same weights and tokenizer: see engine.fingerprint
+    fingerprint     same for two workers with the same weights and tokenizer: see fingerprint.py
     context_length  most positions (prompt + output) of one row
     """
 
