@@ -84,15 +84,21 @@ class QueueSide:
         return self._worker.pid
 
     async def run(self, workload: Workload) -> Run:
+        jobs = asyncio.create_task(self._submit_all(workload))
+        try:
+            while not jobs.done():
+                await asyncio.wait({jobs}, timeout=_LOOK_S)
+                if self._worker.process.poll() is not None:
+                    raise RuntimeError(f"the worker ended:\n{self._worker.last_words()}")
+        finally:
+            jobs.cancel()
+            await asyncio.wait({jobs})
+        return check(await jobs, workload)
+
+    async def _submit_all(self, workload: Workload) -> Run:
         started_s = time.perf_counter()
-        jobs = asyncio.gather(
-            *(self._job(prompt, workload.tokens, started_s) for prompt in workload.prompts)
-        )
-        while not jobs.done():
-            await asyncio.wait({jobs}, timeout=_LOOK_S)
-            if self._worker.process.poll() is not None:
-                raise RuntimeError(f"the worker ended:\n{self._worker.last_words()}")
-        return check(Run(await jobs), workload)
+        jobs = (self._job(prompt, workload.tokens, started_s) for prompt in workload.prompts)
+        return Run(await asyncio.gather(*jobs))
 
     async def _job(self, prompt: str, tokens: int, started_s: float) -> Trace:
         job = await self._producer.submit(
