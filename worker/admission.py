@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -73,23 +73,31 @@ class Admission:
         if job.prompt_token_ids is not None:
             return job.prompt_token_ids
         if job.prompt is not None:
-            self._check_length(job.prompt)
-            prompt = self._tokenizer.encode(job.prompt)
+            prompt = self._encode(job.prompt, self._tokenizer.encode)
         else:
             text = self._tokenizer.apply_template(job.messages or [])
-            self._check_length(text)
-            prompt = self._tokenizer.encode_rendered(text)
+            prompt = self._encode(text, self._tokenizer.encode_rendered)
         if not prompt:
             raise BadRequest("the prompt is empty: it has no tokens")
         return prompt
 
-    def _check_length(self, text: str) -> None:
-        """Refuses a text that cannot fit before time is spent on tokenising it."""
+    def _encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Tokenises `text`, and stops early where it cannot fit: the loop waits meanwhile.
+
+        The longest token bounds what can fit at all. Below that, ever longer beginnings are tried;
+        one is too long only at twice the context, for its last tokens may be others in the whole.
+        """
         context = self._info.context_length
-        if len(text) > context * self._tokenizer.longest_token:
+        fits = len(text) <= context * self._tokenizer.longest_token
+        size = 4 * context  # characters; most texts that fit are shorter, and read once
+        while fits and size < len(text):
+            fits = len(encode(text[:size])) <= 2 * context
+            size *= 2
+        if not fits:
             raise ContextOverflow(
-                f"the prompt of {len(text)} characters cannot fit the context of {context} tokens"
+                f"the prompt of {len(text)} characters does not fit the context of {context} tokens"
             )
+        return encode(text)
 
     def _max_tokens(self, job: Job, prompt_tokens: int) -> int:
         context = self._info.context_length

@@ -72,6 +72,16 @@ def metaspace() -> Any:
     return _wrap(backend, eos_token="</s>")
 
 
+def metaspace_bytes() -> Any:
+    """The same with byte fallback: characters in parts, and no table of pieces for them."""
+    scores = [("<unk>", -9.0), *((piece, -1.0) for piece in "abehlotxyz▁")]
+    scores += [(f"<0x{byte:02X}>", -5.0) for byte in range(256)]
+    backend = Backend(models.Unigram(scores, unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return _wrap(backend, unk_token="<unk>")
+
+
 def wordpiece() -> Any:
     """BERT: spaces come back between words, and not before some punctuation."""
     inside = [f"##{piece}" for piece in ("ab", "the", "a", "b", "lo", "é")]
@@ -96,7 +106,10 @@ def byte_ids() -> Any:
 
 ALL: Final[dict[str, Callable[[], Any]]] = {
     make.__name__: make
-    for make in (byte_level, llama, gemma, metaspace, wordpiece, words_alone, byte_ids)
+    for make in (
+        *(byte_level, llama, gemma, metaspace, metaspace_bytes),
+        *(wordpiece, words_alone, byte_ids),
+    )
 }
 
 

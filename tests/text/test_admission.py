@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,26 +114,55 @@ def test_a_prompt_that_leaves_no_room() -> None:
         )
 
 
-def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = CONTEXT * TOKENIZER.longest_token
-    tokenised: list[str] = []
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that is tokenised during a test."""
+    texts: list[str] = []
 
-    def note(text: str) -> list[int]:
-        tokenised.append(text)
-        return [1]
+    def noting(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+        def noted(text: str) -> list[int]:
+            texts.append(text)
+            return encode(text)
 
-    monkeypatch.setattr(TOKENIZER, "encode", note)
-    monkeypatch.setattr(TOKENIZER, "encode_rendered", note)
-    assert admit(prompt="a" * longest).prompt == [1]
-    assert tokenised == ["a" * longest]
-    for job in (
-        {"prompt": "a" * (longest + 1)},
+        return noted
+
+    for name in ("encode", "encode_rendered"):
+        monkeypatch.setattr(TOKENIZER, name, noting(getattr(TOKENIZER, name)))
+    return texts
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"prompt": "a" * (CONTEXT * TOKENIZER.longest_token + 1)},
         {"prompt": "a" * 10_000_000},
-        {"messages": [{"role": "user", "content": "a" * longest}]},
-    ):
-        with pytest.raises(ContextOverflow, match=r"of \d+ characters cannot fit the context of"):
-            admit(**job)
-    assert len(tokenised) == 1
+        {"messages": [{"role": "user", "content": "a" * CONTEXT * TOKENIZER.longest_token}]},
+    ],
+    ids=["just too long", "10 MB", "with the template"],
+)
+def test_a_text_that_cannot_fit_is_not_tokenised(job: dict[str, Any], tokenised: list[str]) -> None:
+    with pytest.raises(ContextOverflow, match=r"of \d+ characters does not fit the context of 64"):
+        admit(**job)
+    assert tokenised == []
+
+
+def test_a_text_that_does_not_fit_is_not_tokenised_to_its_end(tokenised: list[str]) -> None:
+    with pytest.raises(ContextOverflow, match="of 700 characters does not fit the context of 64"):
+        admit(prompt="?" * 700)
+    assert tokenised == ["?" * 4 * CONTEXT]
+
+
+def test_a_text_of_long_tokens_is_tokenised_whole(tokenised: list[str]) -> None:
+    text = "<|im_start|>" * (CONTEXT - 1)
+    assert admit(prompt=text).prompt == TOKENIZER.encode(text)
+    assert admit(prompt=text).max_tokens == 1
+    assert text in tokenised
+
+
+def test_a_text_a_little_too_long_is_told_its_tokens(tokenised: list[str]) -> None:
+    with pytest.raises(ContextOverflow, match="the prompt of 65 tokens leaves no room"):
+        admit(prompt="?" * 65)
+    assert tokenised == ["?" * 65]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +266,7 @@ def test_a_template_that_refuses() -> None:
         Admission(tokenizer, info).admit(spec, "job")
 
 
-VALID = [
+VALID: list[dict[str, Any]] = [
     {"prompt": "hello the ab", "max_tokens": 5, "seed": 1, "stop": ["x"], "ignore_eos": True},
     {"prompt_token_ids": [1, 2, 3], "logit_bias": {"5": 1.5}, "temperature": 0.0, "top_k": 3},
     {

@@ -8,7 +8,9 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
+from mlxq.worker.chat import Tokenizer
 from mlxq.worker.detokenizer import REPLACEMENT, PieceDetokenizer, WindowDetokenizer
 from tests.text.samples import ALL, reference, sample
 
@@ -57,6 +59,17 @@ def test_which_tokenizers_get_the_table() -> None:
         "gemma",
     }
     assert set(kinds.values()) == {PieceDetokenizer, WindowDetokenizer}
+
+
+def test_a_tokenizer_that_decodes_in_a_way_of_its_own_gets_no_table() -> None:
+    class Loud(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _decode(self, token_ids: list[int], **options: bool) -> str:
+            return str(super()._decode(token_ids, **options)).upper()
+
+    _, inner = sample("byte_level")
+    detokenizer = Tokenizer(Loud(tokenizer_object=inner.backend_tokenizer)).detokenizer()
+    ids = inner.encode("hello the é")
+    assert "".join(map(detokenizer.feed, ids)) + detokenizer.flush() == "HELLO THE É"
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -110,7 +123,7 @@ def test_byte_tokens_that_are_utf8_equal_decoding_at_once(kind: str, data: st.Da
     assert "".join(shown) + rest == reference(kind, ids)
 
 
-@given(text=st.text(max_size=20))
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT)))
 def test_python_tokenizer_gives_each_character_with_its_last_byte(text: str) -> None:
     ids = [byte + 3 for byte in text.encode()]  # ids 0 to 2 are special
     shown, rest = deltas("byte_ids", ids)
@@ -138,6 +151,7 @@ def test_python_tokenizer_gives_each_character_with_its_last_byte(text: str) -> 
         # transformers makes U+FFFD of the whole run here, the shown "a" included.
         ("gemma", ["<0x61>", "<0xE6>"], ["a", ""], "\ufffd"),
         ("metaspace", ["▁the", "▁hello", "ab"], ["the", " hello", "ab"], ""),
+        ("metaspace_bytes", ["a", "<0xC3>", "<0xA9>", "b"], ["a", "", "é", "b"], ""),
         ("wordpiece", ["do", "n't", "the", "##ab", ","], ["do", "n't", " the", "ab", ","], ""),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlxq.worker.output import Emitted, OutputStage, StopMatcher
@@ -143,6 +143,8 @@ def test_a_group_is_taken_up_to_the_id_that_completes_a_stop() -> None:
 
 
 @given(text=st.text("ab"), stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1))
+@example(text="abbabaa", stops=["abab"])
+@example(text="aabaa", stops=["b", "aaa"])
 def test_matcher_holds_the_longest_tail_that_could_begin_a_stop(
     text: str, stops: list[str]
 ) -> None:

@@ -1,0 +1,8 @@
+"""Property tests here must not fail because the machine is busy."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("text", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("text")
