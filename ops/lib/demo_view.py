@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 RATE_WINDOW_S = 3.0
-OTHER_COLUMNS = 66  # characters that the table needs beside the prompts
+OTHER_COLUMNS = 70  # characters that the table needs beside the prompts
 STYLE = {
     "waiting": "dim",
     "streaming": "cyan",

@@ -80,8 +80,9 @@ def test_ctrl_c_in_mid_stream_ends_all_processes() -> None:
 
 
 def board() -> Board:
-    panes = [Pane(number, f"question {number}") for number in range(1, 9)]
+    panes = [Pane(number, f"{number} long question " * 9) for number in range(1, 9)]
     for pane in panes[:4]:
+        pane.finish = "aborted"
         pane.workers += ["mac-1", "mac-2"]
         pane.state = "streaming"
         pane.add("some words and more of them \U0001f40b " * 40, 300)
@@ -115,8 +116,9 @@ def test_plain_view_prints_all_text_once(capsys: pytest.CaptureFixture[str]) -> 
     assert " ".join(line.partition("] ")[2] for line in lines).split() == "".join(words).split()
 
 
-def test_summary_has_a_row_per_job_in_a_narrow_terminal() -> None:
-    console = Console(file=io.StringIO(), width=80)
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_summary_cuts_prompts_alone(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
     console.print(summary(board(), console.width))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
