@@ -1,0 +1,198 @@
+"""Where the server of a queue is: one kind of URL each for standalone, Sentinel and Cluster.
+
+    redis://HOST[:PORT][/DB]   rediss://   unix://PATH       one server, as in redis-py
+    redis+sentinel://HOST:PORT[,HOST:PORT…]/MASTER[/DB]      the present master of that name
+    redis+cluster://HOST:PORT[,HOST:PORT…]                   the node that owns the queue's slot
+
+USER:PASSWORD@ goes in front of the hosts; `rediss+…` uses TLS. Sentinels with a password of their
+own take `?sentinel_username=…&sentinel_password=…`.
+
+All keys of a queue are in one slot, so a cluster is, for one queue, one server that can move. So
+is a master behind Sentinel: both are looked up anew for every new connection, and an error that
+says "not here" (`is_misplaced`) is answered by dropping the connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisError,
+)
+
+from mlxq.protocol.scripts import PublishCommand
+
+LOOKUP_S = 2.0
+_URL = re.compile(
+    r"(?P<base>rediss?)\+(?P<kind>sentinel|cluster)://(?P<user>[^@/]*@)?(?P<hosts>[^/?@]+)"
+    r"(?:/(?P<path>[^?]*))?(?P<query>\?.*)?"
+)
+_HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:]+)(?::(?P<port>\d{1,5}))?")
+
+
+class Address(NamedTuple):
+    """One node."""
+
+    host: str
+    port: int
+
+
+def publish_command(url: str) -> PublishCommand:
+    """SPUBLISH in a cluster, where PUBLISH would be sent to all nodes."""
+    match = _URL.fullmatch(url)
+    return "SPUBLISH" if match and match["kind"] == "cluster" else "PUBLISH"
+
+
+def is_misplaced(error: BaseException) -> bool:
+    """Whether an error says that this node is not, or not yet, the place for the request."""
+    kinds = (MovedError, AskError, ClusterDownError, MasterDownError, ReadOnlyError)
+    return isinstance(error, kinds)
+
+
+def connection_options(url: str, key: str) -> dict[str, Any]:
+    """Arguments of a redis-py connection pool for the server of `key`.
+
+    Raises ValueError, without a part of the URL that may be secret.
+    """
+    match = _URL.fullmatch(url)
+    if match is None:
+        try:
+            return dict(parse_url(url))
+        except ValueError:
+            raise ValueError(
+                "bad Redis URL: expected redis://, rediss://, unix://, redis+sentinel:// or "
+                "redis+cluster://"
+            ) from None
+    nodes = [_address(host) for host in match["hosts"].split(",")]
+    path, _, database = (match["path"] or "").partition("/")
+    base = f"{match['base']}://{match['user'] or ''}{nodes[0].host}/{database}"
+    options = dict(parse_url(base + (match["query"] or "")))
+    own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    tls = match["base"] == "rediss"
+    options["connection_class"] = LocatedSSLConnection if tls else LocatedConnection
+    if match["kind"] == "sentinel":
+        if not path:
+            raise ValueError("bad Redis URL: expected the master's name behind the sentinels")
+        options["locator"] = SentinelLocator(nodes, {**own, "ssl": tls}, unquote(path))
+    else:
+        if path or database:
+            raise ValueError("bad Redis URL: a cluster has no databases")
+        login = {name: options.get(name) for name in ("username", "password")}
+        options["locator"] = ClusterLocator(nodes, {**login, "ssl": tls}, key_slot(key.encode()))
+    return options
+
+
+def _address(text: str) -> Address:
+    match = _HOST.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("bad Redis URL: expected HOST:PORT, separated by commas")
+    return Address(match["host"].strip("[]"), int(match["port"] or 6379))
+
+
+class Locator:
+    """Asks known nodes, one after another, where the server is. Of one event loop."""
+
+    def __init__(self, nodes: Sequence[Address], login: dict[str, Any]) -> None:
+        self._nodes = list(nodes)
+        self._login = login
+
+    async def locate(self) -> Address:
+        """The server's address now. Raises ConnectionError if no node knows it."""
+        trouble = "no node knows it"
+        for node in list(self._nodes):
+            try:
+                async with asyncio.timeout(LOOKUP_S):
+                    found = await self._ask_node(node)
+            except (RedisError, OSError, TimeoutError) as error:
+                trouble = f"{node.host}:{node.port}: {error or 'no answer'}"
+                continue
+            if found is not None:
+                self._prefer(node)
+                return found
+        raise ConnectionError(f"the Redis server cannot be found: {trouble}")
+
+    async def _ask_node(self, node: Address) -> Address | None:
+        client = Redis(host=node.host, port=node.port, retry=Retry(NoBackoff(), 0), **self._login)
+        try:
+            return await self._ask(client, node)
+        finally:
+            await client.aclose()
+
+    async def _ask(self, client: Redis, node: Address) -> Address | None:
+        raise NotImplementedError
+
+    def _prefer(self, node: Address) -> None:
+        """The node that answered is asked first next time."""
+        self._nodes.remove(node)
+        self._nodes.insert(0, node)
+
+
+class SentinelLocator(Locator):
+    """Finds the master of one name."""
+
+    def __init__(self, nodes: Sequence[Address], login: dict[str, Any], master: str) -> None:
+        super().__init__(nodes, login)
+        self._master = master
+
+    async def _ask(self, client: Redis, node: Address) -> Address | None:
+        found: Any = await client.execute_command(  # type: ignore[no-untyped-call]
+            "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._master
+        )
+        return Address(_text(found[0]), int(found[1])) if found else None
+
+
+class ClusterLocator(Locator):
+    """Finds the node that owns one slot, and learns the other nodes on the way."""
+
+    def __init__(self, nodes: Sequence[Address], login: dict[str, Any], slot: int) -> None:
+        super().__init__(nodes, login)
+        self._slot = slot
+
+    async def _ask(self, client: Redis, node: Address) -> Address | None:
+        # As one argument, so that redis-py does not read the reply in its own way.
+        ranges: Any = await client.execute_command(  # type: ignore[no-untyped-call]
+            "CLUSTER", "SLOTS"
+        )
+        owner = None
+        for first, last, master, *_ in ranges:
+            address = Address(_text(master[0]) or node.host, int(master[1]))
+            if address not in self._nodes:
+                self._nodes.append(address)
+            if first <= self._slot <= last:
+                owner = address
+        return owner
+
+
+class LocatedConnection(Connection):
+    """A connection that asks where to before it connects."""
+
+    def __init__(self, *, locator: Locator, **options: Any) -> None:
+        super().__init__(**options)
+        self._locator = locator
+
+    async def connect(self) -> None:
+        if not self.is_connected:
+            self.host, self.port = await self._locator.locate()
+        await super().connect()  # type: ignore[no-untyped-call]
+
+
+class LocatedSSLConnection(LocatedConnection, SSLConnection):
+    """The same with TLS."""
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
