@@ -63,7 +63,7 @@ class Job(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, k
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
