@@ -7,10 +7,9 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 
-from redis.connection import parse_url
-
 from mlxq.protocol.errors import BadRequest
 from mlxq.protocol.keys import Keys
+from mlxq.protocol.servers import connection_options
 
 EXIT_DRAINED = 0
 EXIT_BAD_CONFIG = 2
@@ -74,7 +73,7 @@ class Config:
         except BadRequest as error:
             raise BadConfig(f"--queue: {error}") from None
         try:
-            parse_url(self.redis_url)  # type: ignore[no-untyped-call]
+            connection_options(self.redis_url, self.queue)
         except ValueError as error:
             raise BadConfig(f"--redis: {error}") from None
         # An owner name must never be used twice: it is half of the fence.

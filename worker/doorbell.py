@@ -18,7 +18,7 @@ class Doorbell:
     """
 
     def __init__(self, url: str, key: str, on_ring: Callable[[], None]) -> None:
-        self._client = connect(url, timeout_s=BLOCK_MS / 1000 + 5)
+        self._client = connect(url, key, timeout_s=BLOCK_MS / 1000 + 5)
         self._key = key
         self._on_ring = on_ring
 
@@ -31,6 +31,7 @@ class Doorbell:
                 try:
                     reply: Any = await self._client.xread({self._key: last}, block=BLOCK_MS)
                 except UNANSWERED:
+                    await self._client.connection_pool.disconnect()
                     await backoff.pause()
                     self._on_ring()
                     continue

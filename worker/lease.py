@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
-import redis
 import structlog
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from redis.asyncio import Redis as AsyncRedis
 
-from mlxq.protocol.scripts import DONE, Scripts, run_blocking
+from mlxq.protocol.scripts import DONE, Scripts, run
 from mlxq.worker.clock import now_s
 from mlxq.worker.config import Config
 from mlxq.worker.engine.request import RowKey
-from mlxq.worker.link import UNANSWERED, describe
+from mlxq.worker.link import UNANSWERED, connect, describe
 
 _log = structlog.get_logger()
 
 
 class LeaseThread(threading.Thread):
-    """Renews the leases of the held rows every quarter of a lease. Owns its connection.
+    """Renews the leases of the held rows every quarter of a lease. Owns its loop and connection.
 
     Invariant: it beats only while the engine makes progress, so that a hung engine loses its
-    jobs. The loop hands it the held keys by assigning `held`; results go back through `on_lost`
-    and `on_stall`, which must be safe to call from this thread.
+    jobs. The main loop hands it the held keys by assigning `held`; results go back through
+    `on_lost` and `on_stall`, which must be safe to call from this thread.
     """
 
     def __init__(
@@ -43,16 +42,10 @@ class LeaseThread(threading.Thread):
         self._stalled_s = stalled_s
         self._on_lost = on_lost
         self._on_stall = on_stall
-        self._wake = threading.Event()
-        self._stopping = False
         self._beaten_s = now_s()
-        self._client = redis.Redis.from_url(
-            config.redis_url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=max(0.25, config.lease_s / 4),
-            socket_connect_timeout=max(0.25, config.lease_s / 4),
-        )
+        self._stopping = False
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
 
     @property
     def age_s(self) -> float:
@@ -61,31 +54,49 @@ class LeaseThread(threading.Thread):
 
     def beat_now(self) -> None:
         """Asks for a beat without waiting for its turn."""
-        self._wake.set()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def stop(self) -> None:
         """Ends the thread; the leases run out unless the jobs end or are released."""
         self._stopping = True
-        self._wake.set()
+        self.beat_now()
 
     def run(self) -> None:
-        while not self._stopping:
-            stalled_s = self._stalled_s()
-            if stalled_s > self._config.stall_timeout_s:
-                self._on_stall(stalled_s)
-                return
-            self._beat()
-            self._wake.wait(self._config.lease_s / 4)
-            self._wake.clear()
-        self._client.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._beat_in_turn())
 
-    def _beat(self) -> None:
+    async def _beat_in_turn(self) -> None:
+        config = self._config
+        timeout_s = max(0.25, config.lease_s / 4)
+        client = connect(config.redis_url, self._scripts.keys.bell, timeout_s=timeout_s)
+        try:
+            while not self._stopping:
+                stalled_s = self._stalled_s()
+                if stalled_s > config.stall_timeout_s:
+                    self._on_stall(stalled_s)
+                    return
+                await self._beat(client)
+                await self._wait(config.lease_s / 4)
+        finally:
+            await client.aclose()
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    async def _beat(self, client: AsyncRedis) -> None:
         held = tuple(self.held)
         asked_s = now_s()
         try:
-            statuses = run_blocking(self._client, self._scripts.beat(self._config.owner, held))
+            statuses = await run(client, self._scripts.beat(self._config.owner, held))
         except UNANSWERED as error:
             _log.debug("beat_unanswered", error=describe(error))
+            await client.connection_pool.disconnect()
             return
         self._beaten_s = asked_s
         for key, status in zip(held, statuses, strict=True):

@@ -8,12 +8,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import structlog
+from redis.asyncio import ConnectionPool
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from mlxq.protocol.scripts import Call, run
+from mlxq.protocol.servers import connection_options, is_misplaced
 from mlxq.worker.clock import now_s
 
 T = TypeVar("T")
@@ -24,16 +26,19 @@ UNANSWERED = (RedisError, OSError, TimeoutError)
 _log = structlog.get_logger()
 
 
-def connect(url: str, *, timeout_s: float) -> AsyncRedis:
-    """A client that never repeats a command by itself and gives up after `timeout_s`."""
-    return AsyncRedis.from_url(
-        url,
-        protocol=2,
-        retry=Retry(NoBackoff(), 0),
-        socket_timeout=timeout_s,
-        socket_connect_timeout=min(timeout_s, 5.0),
-        max_connections=8,
-    )
+def connect(url: str, key: str, *, timeout_s: float) -> AsyncRedis:
+    """A client for the server of `key`, in any deployment that `protocol.servers` knows.
+
+    It never repeats a command by itself and gives one up after `timeout_s`.
+    """
+    options = connection_options(url, key)
+    options |= {
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": min(timeout_s, 5.0),
+    }
+    return AsyncRedis.from_pool(ConnectionPool(max_connections=8, **options))
 
 
 class Backoff:
@@ -56,9 +61,11 @@ class Link:
     down    whether the latest call went unanswered
     """
 
-    def __init__(self, url: str, *, timeout_s: float, on_back: Callable[[float], None]) -> None:
-        """`on_back` is told how many seconds the server was away, once it answers again."""
-        self.client = connect(url, timeout_s=timeout_s)
+    def __init__(
+        self, url: str, key: str, *, timeout_s: float, on_back: Callable[[float], None]
+    ) -> None:
+        """`on_back` is told how many seconds the server of `key` was away, once it answers."""
+        self.client = connect(url, key, timeout_s=timeout_s)
         self._on_back = on_back
         self._answered_s = now_s()
         self.down = False
@@ -68,7 +75,7 @@ class Link:
         try:
             answer = await request()
         except UNANSWERED as error:
-            self.lost(error)
+            await self.lost(error)
             raise
         self.answered()
         return answer
@@ -89,8 +96,10 @@ class Link:
         """Runs a script call, repeated byte for byte until it is answered."""
         return await self.insist(lambda: run(self.client, call))
 
-    def lost(self, error: BaseException) -> None:
-        """Notes that a request went unanswered."""
+    async def lost(self, error: BaseException) -> None:
+        """Notes that a request went unanswered. After a move the server is looked up anew."""
+        if is_misplaced(error):
+            await self.client.connection_pool.disconnect()
         if not self.down:
             self.down = True
             _log.warning("redis_lost", error=describe(error))

@@ -119,7 +119,7 @@ class Publisher:
         emitted, *finished = answers
         failures = [answer for answer in answers if isinstance(answer, Exception)]
         for error in failures:
-            self._link.lost(error)
+            await self._link.lost(error)
         complete = not failures
         # Ends first: behind a lost reply a repeated EMIT is fenced by its own FINISH.
         for (row, _), status in zip(finishing, finished, strict=True):

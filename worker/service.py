@@ -13,6 +13,7 @@ import structlog
 from mlxq.protocol.errors import MlxqError
 from mlxq.protocol.keys import Keys
 from mlxq.protocol.scripts import ReleaseReason, Scripts
+from mlxq.protocol.servers import publish_command
 from mlxq.worker.bridge import Bridge
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.config import EXIT_BAD_CONFIG, EXIT_DRAINED, EXIT_ENGINE_DIED, Config
@@ -104,11 +105,15 @@ class Worker:
         self._config = config
         self._orders = orders
         self._loop = asyncio.get_running_loop()
-        scripts = Scripts(Keys(config.queue))
+        keys = Keys(config.queue)
+        scripts = Scripts(keys, publish_command(config.redis_url))
         self.metrics = Metrics(config.max_batch)
         self.rows = Rows(on_change=self._rows_changed)
         self.link = Link(
-            config.redis_url, timeout_s=max(1.0, config.lease_s / 3), on_back=self._redis_back
+            config.redis_url,
+            keys.bell,
+            timeout_s=max(1.0, config.lease_s / 3),
+            on_back=self._redis_back,
         )
         self.lease = LeaseThread(
             config,

@@ -28,7 +28,7 @@ class Bench:
         self.tokenizer = tokenizer
         self.gone: list[str] = []
         self.rows = Rows()
-        self.link = Link(url, timeout_s=5.0, on_back=lambda down_s: None)
+        self.link = Link(url, submitter.keys.bell, timeout_s=5.0, on_back=lambda down_s: None)
         self.publisher = Publisher(
             self.link, self.scripts, OWNER, self.rows, lambda row, why: self.gone.append(why)
         )
