@@ -12,30 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlxq.protocol.scripts import DONE, REPEATED, Call, Enqueued, Take, Taken
+from tests.model.handout import RELEASED, ROUNDING_S, HandOut, tally
 from tests.model.plan import Plan
-
-ROUNDING_S = 0.003  # the server counts idle time in whole milliseconds
 
 
 class Violation(AssertionError):
     """A promise was broken."""
-
-
-@dataclass
-class HandOut:
-    """One attempt of one job, as given out by TAKE."""
-
-    owner: str
-    lease_s: float
-    renewed: float  # before the last call that renewed the lease was sent; monotonic seconds
-    begun: bool = False  # the owner has spoken
-    stored: int = 0  # token ids stored by this attempt
-    end: str = ""  # reason of RELEASE, or "finish"
-    loose: bool = False  # may be handed out before its lease ends, and uncharged
-
-    @property
-    def lapsed(self) -> bool:
-        return time.monotonic() - self.renewed > self.lease_s - ROUNDING_S
 
 
 @dataclass
@@ -76,8 +58,8 @@ class Entry:
 class Server(Protocol):
     """What the ledger asks the server itself."""
 
-    def waiting(self, ids: list[str]) -> list[str]:
-        """Those of these jobs that lack nothing but a slot."""
+    def waiting(self, ids: list[str]) -> tuple[list[str], list[str]]:
+        """Those of these jobs that lack nothing but a slot, and those that need an empty worker."""
         ...
 
     def among(self, ids: list[str], *states: bytes) -> list[str]:
@@ -93,6 +75,8 @@ class Ledger:
         self.server = server
         self.bell = (0, 0)  # as the last TAKE saw it
         self.rung = False  # since then
+        self.room_until = 0.0  # somebody makes room for a suspect, monotonic seconds
+        self.swept = 0  # entries looked at since SWEEP last came round
 
     def saw(self, name: str, call: Call[Any], reply: Any, before: float) -> None:
         """Enters one run. `before`: monotonic seconds before the call was sent."""
@@ -112,13 +96,17 @@ class Ledger:
         solo = [taken for taken in reply.jobs if taken.solo]
         _check(not solo or (alone and len(reply.jobs) == 1), "a suspect was not handed out alone")
         self._check_bell(reply.bell_id)
-        self._loosen(owner, bool(recover))
+        for job in self.jobs.values():
+            if job.current:
+                job.current.seen_by(owner, bool(recover))
         for taken in reply.jobs:
             self._hand_out(taken, owner, lease_ms, before)
         if len(reply.jobs) < n and not reply.more and not solo:
-            self._check_nobody_waits()
             if recover:
                 self._check_recovered(owner, {taken.id for taken in reply.jobs})
+            self._check_nobody_waits(reply, bool(alone and not recover), before)
+        if reply.make_room:
+            self.room_until = time.monotonic() + 2 * lease_ms / 1000
 
     def _check_bell(self, bell_id: str) -> None:
         """A worker that waits for a bell behind this id misses no job and wakes for no other."""
@@ -126,13 +114,6 @@ class Ledger:
         bell = (int(ms), int(number))
         _check((bell > self.bell) == self.rung, f"the bell is at {bell} after {self.bell}")
         self.bell, self.rung = bell, False
-
-    def _loosen(self, owner: str, recover: bool) -> None:
-        """TAKE gives back, uncharged, what its owner let lapse or never heard of."""
-        for job in self.jobs.values():
-            now = job.current
-            if now and now.owner == owner:
-                now.loose |= now.lapsed or (recover and not now.begun)
 
     def _hand_out(self, taken: Taken, owner: str, lease_ms: int, before: float) -> None:
         _check(taken.id in self.jobs, f"the stray entry {taken.id} was handed out")
@@ -143,20 +124,32 @@ class Ledger:
         _check(job.doomed is None, f"{what} was handed out over an abort key")
         self._check_deadline(job, before, what)
         _check(taken.spec == job.plan.spec, f"{what} has another spec")
-        if last and not last.end and not last.loose:
-            _check(last.lapsed, f"{what} was taken within the lease of {last}")
+        if last:
+            _check(last.may_go_to(), f"{what} was taken within the lease of {last}")
+            last.followed_by(owner)
+            self._check_suspect(job, taken, what)
         job.attempt = taken.attempt
         job.handouts[taken.attempt] = HandOut(owner, lease_ms / 1000, before)
 
-    def _check_nobody_waits(self) -> None:
-        """A slot stayed free: no job may be left that needs nothing but a slot."""
+    def _check_suspect(self, job: Entry, taken: Taken, what: str) -> None:
+        """A job under suspicion comes alone, one beyond hope not at all, any other is free."""
+        crashes, strikes, _ = tally(job.handouts.values())
+        _check(crashes[0] < 3 or strikes[0] < 2, f"{what} should have been given up")
+        _check(taken.solo or strikes[0] == 0, f"{what} is a suspect, but not alone")
+        _check(not taken.solo or strikes[1] > 0, f"{what} is no suspect, but alone")
+
+    def _check_nobody_waits(self, reply: Take, alone: bool, before: float) -> None:
+        """A slot stayed free: what needs nothing but a slot has one, suspects soon will."""
         waiting = [
             job.plan.id
             for job in self.jobs.values()
             if job.enqueued and (job.current is None or job.current.end in RELEASED)
         ]
-        left = self.server.waiting(waiting)
+        left, suspects = self.server.waiting(waiting)
         _check(not left, f"{left} waits while a slot is free")
+        _check(not (suspects and alone), f"an empty worker left the suspects {suspects}")
+        room = reply.make_room or before < self.room_until
+        _check(room or not suspects, f"nobody makes room for the suspects {suspects}")
 
     def _check_recovered(self, owner: str, given: set[str]) -> None:
         """What an unanswered TAKE had given to this owner is known to it now, or not its own."""
@@ -176,9 +169,7 @@ class Ledger:
             if status != DONE:
                 continue
             what = f"event {attempt}-{seq} of {job_id} by {owner}"
-            _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
-            _check(job.doomed is None, f"{what} was accepted over an abort key")
-            self._check_deadline(job, before, what)
+            self._check_accepted(job, owner, attempt, before, what)
             now = job.handouts[attempt]
             now.begun = True
             if seq:
@@ -201,7 +192,7 @@ class Ledger:
             job = self.jobs[job_id]
             if status == DONE:
                 what = f"beat of {job_id} attempt {attempt} by {owner}"
-                _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
+                self._check_accepted(job, owner, attempt, before, what)
                 job.handouts[attempt].begun = True
                 job.handouts[attempt].renewed = before
 
@@ -211,7 +202,7 @@ class Ledger:
             job = self.jobs[job_id]
             if status == DONE:
                 what = f"release of {job_id} attempt {attempt} by {owner}"
-                _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
+                self._check_accepted(job, owner, attempt, before, what)
                 job.handouts[attempt].end = reason
                 self.rung |= reason != "no_room"
 
@@ -226,6 +217,8 @@ class Ledger:
 
     def _sweep(self, args: Any, reply: Any, before: float) -> None:
         _check(reply.looked <= args[0], f"SWEEP looked at {reply.looked} of {args[0]}")
+        self.swept = 0 if reply.wrapped else self.swept + reply.looked
+        _check(self.swept < 10 * len(self.jobs), "SWEEP never comes round")
         if reply.wrapped:
             due = [job for job in self.jobs.values() if job.due]
             for job in due:
@@ -235,13 +228,17 @@ class Ledger:
             left = self.server.among(overdue, b"queued", b"running")
             _check(not left, f"{left} is still live after two rounds of SWEEP")
 
+    def _check_accepted(
+        self, job: Entry, owner: str, attempt: int, before: float, what: str
+    ) -> None:
+        _check(job.owned(owner, attempt), f"{what} was accepted from a zombie")
+        _check(job.doomed is None, f"{what} was accepted over an abort key")
+        self._check_deadline(job, before, what)
+
     def _check_deadline(self, job: Entry, before: float, what: str) -> None:
         if job.deadline:
             sent = time.time() - (time.monotonic() - before)
             _check(sent < job.deadline + ROUNDING_S, f"{what} came after its deadline")
-
-
-RELEASED = frozenset({"drain", "preempt", "no_room", "crash"})
 
 
 def job_tokens(job: Entry, attempt: int) -> int:

@@ -67,7 +67,7 @@ ZOMBIES = replace(
 ABORTS = Mix(lost_reply=0.05, late=0.04, abort=0.8, deadline=0.3, pause=0.004, give_up=0.3, cap=4)
 POISON = Mix(poison=0.35, bad=0.05, jobs=(3, 5), workers=(2, 3), lease_ms=(25, 40))
 DRAINS = replace(
-    READERS, lost_reply=0.05, late=0.05, drain=0.02, engine_dies=0.004, no_room=0.2, abort=0.1
+    READERS, lost_reply=0.05, late=0.05, drain=0.02, engine_dies=0.004, no_room=0.2, abort=0.4
 )
 STORM = replace(
     READERS,
@@ -82,7 +82,7 @@ STORM = replace(
     no_room=0.05,
     group_lost=0.001,
     stray=0.003,
-    tampered=0.0005,
+    tampered=0.002,
     bad=0.05,
     poison=0.06,
     abort=0.25,

@@ -7,14 +7,13 @@ from typing import Any, cast
 
 from mlxq.protocol.events import decode_event, decode_result
 from mlxq.protocol.keys import GROUP, LANES
-from tests.model.ledger import RELEASED, Entry, HandOut
+from tests.model.handout import Tally, tally
+from tests.model.ledger import Entry
 from tests.model.plan import emitted, text_of
 from tests.model.submitter import REPLAY_MS, RETENTION_MS
 from tests.model.transcript import Stored, read_page, token_ids, token_text
 from tests.model.world import World
 
-SURE = "sure"
-MAYBE = "maybe"
 LONGEST_MS = 200_000  # no schedule takes as long
 
 
@@ -135,6 +134,7 @@ class Record:
         plan, ids = self.job.plan, token_ids(self.stored)
         text = token_text(self.stored)
         self._require(ids == plan.ids(len(ids)), f"tokens {ids} are not those of the job")
+        self._require(int(self.hash["tokens"]) == len(ids), "tokens are not counted right")
         if self.end == "length":
             result = decode_result(self.hash["result"])
             self._require(len(ids) == plan.length, "a natural end without all tokens")
@@ -144,7 +144,6 @@ class Record:
             self._require(len(ids) < plan.length, "complete, but not ended by FINISH")
             self._require(text == emitted(ids), "a live job's text is not that of its ids")
             self._require(not self.hash.get("result"), "a result without a natural end")
-            self._require(int(self.hash["tokens"]) == len(ids), "tokens are not counted right")
 
     def _check_attempts(self) -> None:
         """Each attempt opens once, by the worker that was given it, before all else it says."""
@@ -200,44 +199,19 @@ class Record:
     def _owner(self) -> str:
         return self.job.handouts[self.job.attempt].owner
 
-    # Section 8, from outside: what each hand-out may have been charged for.
-
-    def _charges(self) -> list[tuple[HandOut, str]]:
-        """The attempts that count as crashes, surely or maybe."""
-        handouts = [self.job.handouts[number] for number in sorted(self.job.handouts)]
-        charges = []
-        for number, now in enumerate(handouts):
-            after = handouts[number + 1] if number + 1 < len(handouts) else None
-            if now.end == "crash":
-                charges.append((now, SURE))
-            elif not now.end and now.begun:
-                taken_over = after is not None and after.owner != now.owner
-                sure = taken_over and not now.loose
-                charges.append((now, SURE if sure else MAYBE))
-        return charges
-
     def _may_be_lost(self) -> bool:
         """Whether section 8 lets this job be given up."""
-        job, charges = self.job, self._charges()
         if self._innocent:
             return False
-        strikes = 0
-        doubtful = [handout for handout, how in charges if how == MAYBE]
-        for handout in job.handouts.values():
-            stored = handout.stored > 0
-            if any(handout is charged for charged, _ in charges):
-                if not stored:
-                    strikes += 1
-                elif not any(handout is doubted for doubted in doubtful):
-                    strikes = 0
-            elif handout.end in RELEASED and stored:
-                strikes = 0
-        unheard = sum(not handout.begun for handout in job.handouts.values())
-        return (
-            (len(charges) >= 3 and strikes >= 2)
-            or len(charges) >= self.world.max_crashes
-            or unheard >= 20
-        )
+        (_, crashes), (_, strikes), unheard = self._tally()
+        evidence = crashes >= 3 and strikes >= 2
+        return evidence or crashes >= self.world.max_crashes or unheard >= 20
+
+    def _tally(self) -> Tally:
+        handouts = list(self.job.handouts.values())
+        if handouts:
+            handouts[-1].last(self.end == "worker_lost")
+        return tally(handouts)
 
     @property
     def _innocent(self) -> bool:
@@ -251,10 +225,10 @@ class Record:
         return quiet and told and not self.job.plan.poison
 
     def _check_charges(self) -> None:
-        charges, crashes = self._charges(), int(self.hash.get("crashes") or 0)
-        sure = sum(how == SURE for _, how in charges)
-        told = f"{crashes} crashes of {sure} to {len(charges)}"
-        self._require(sure <= crashes <= len(charges), told)
+        counted = self._tally()
+        for name, (least, most) in (("crashes", counted.crashes), ("strikes", counted.strikes)):
+            count = int(self.hash.get(name) or 0)
+            self._require(least <= count <= most, f"{count} {name}, should be {least} to {most}")
 
     def _check_abort_key(self) -> None:
         """The terminal event consumed the key, unless it was set afterwards."""

@@ -61,6 +61,8 @@ class Submitter:
             self.retry_at = time.monotonic() + RETRY_S
             return
         self.world.check(reply.status in ("ok", "dup"), f"{self.name} was told {reply}")
+        cap = self.world.mix.cap
+        self.world.check(not cap or self.world.lanes() <= cap, f"{self.name} got in over the cap")
         self.world.ledger.jobs[self.plan.id].confirmed = True
         self.done = True
 

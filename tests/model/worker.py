@@ -24,7 +24,7 @@ from tests.model.row import Row
 if TYPE_CHECKING:
     from tests.model.world import World
 
-SWEEP_CHUNK = 3
+SWEEP_CHUNK = 2
 
 
 class Died(Exception):

@@ -51,6 +51,7 @@ class World:
         self.hub = Hub(client, self.keys)
         self.pumped = 0  # calls before the subscription was last read
         self.owners = 0
+        self.tampered: set[str] = set()
         self.late_keys: set[str] = set()  # jobs whose abort key was set after their end
         self.submitters = [Submitter(self, plan) for plan in self.plans.values()]
         self.aborters = [
@@ -101,7 +102,7 @@ class World:
             self.net.note("XGROUP DESTROY", lane)
             for job in self.ledger.jobs.values():
                 if job.plan.lane == lane and job.current:
-                    job.current.loose = True
+                    job.current.regrouped = True
 
     def stray(self) -> None:
         """Another one: an entry for a job that has one, has ended, or never was."""
@@ -110,12 +111,17 @@ class World:
         self.net.note("stray entry", job_id)
 
     def tamper(self) -> None:
-        """And another: the transcript of a live job goes on without its hash."""
-        live = [i for i in self.unfinished() if not self.ledger.jobs[i].tampered]
+        """And another: the transcript of a live job goes on without its hash.
+
+        Nothing is lost where nothing was stored: TAKE begins such a transcript anew.
+        """
+        live = [i for i in self.unfinished() if i not in self.tampered]
         if live:
             job_id = self.rng.choice(live)
-            self.client.xadd(self.keys.events(job_id), {"e": '{"type":"junk"}'}, id="1000-1")
-            self.ledger.jobs[job_id].tampered = True
+            self.tampered.add(job_id)
+            self.client.xadd(self.keys.events(job_id), {"e": '{"type":"junk"}'}, id="1000-1000")
+            state, seq = self._fields([job_id], "state", "seq")[0]
+            self.ledger.jobs[job_id].tampered = (state, seq) != (b"queued", b"0")
             self.net.note("tampered transcript", job_id)
 
     def lanes(self) -> int:
@@ -132,16 +138,16 @@ class World:
         found = self._fields(ids, "state")
         return [i for i, (state,) in zip(ids, found, strict=True) if state in states]
 
-    def waiting(self, ids: list[str]) -> list[str]:
-        """Those of these jobs that lack nothing but a slot."""
+    def waiting(self, ids: list[str]) -> tuple[list[str], list[str]]:
+        """Those of these jobs that lack nothing but a slot, and those that need an empty worker."""
+        free: list[str] = []
+        suspects: list[str] = []
+        answers = self._fields(ids, "state", "strikes", "deadline")
         now_ms = time.time() * 1000
-        return [
-            job_id
-            for job_id, (state, strikes, deadline) in zip(
-                ids, self._fields(ids, "state", "strikes", "deadline"), strict=True
-            )
-            if state == b"queued" and not int(strikes or 0) and not 0 < int(deadline or 0) < now_ms
-        ]
+        for job_id, (state, strikes, deadline) in zip(ids, answers, strict=True):
+            if state == b"queued" and not 0 < int(deadline or 0) < now_ms:
+                (suspects if int(strikes or 0) else free).append(job_id)
+        return free, suspects
 
     def _fields(self, ids: Sequence[str], *fields: str) -> list[list[Any]]:
         if not ids:
