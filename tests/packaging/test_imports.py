@@ -11,6 +11,8 @@ import pytest
 from tests.packaging.checkout import PARTS, ROOT, module_name, sources
 
 LIGHT = {"redis", "msgspec"}
+# The commands of `mlxq`; they may need what the cli extra brings, and nothing else needs them.
+COMMANDS = {Path("producer/commands.py"): {"typer", "rich"}}
 MLX = {"mlx", "mlx_lm", "mlx_vlm"}
 
 
@@ -69,10 +71,14 @@ def third_party(source: Path) -> set[str]:
 
 
 def test_base_needs_redis_and_msgspec_alone() -> None:
-    """All of protocol and producer, except the command line, which has an extra of its own."""
-    base = [path for path in [*names("protocol"), *names("producer")] if path.stem != "cli"]
-    wrong = {f"{path}: {extra}" for path in base if (extra := third_party(path) - LIGHT)}
+    wrong = {
+        f"{path} imports {extra}"
+        for path in [*names("protocol"), *names("producer")]
+        if (extra := third_party(path) - LIGHT - COMMANDS.get(path, set()))
+    }
     assert not wrong
+    users = {path for path in sources() if imported(path) & set(map(module_name, COMMANDS))}
+    assert users <= {Path("producer/cli.py"), *COMMANDS}
 
 
 def test_asyncio_side_knows_no_mlx() -> None:

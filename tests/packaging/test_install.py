@@ -97,7 +97,7 @@ def test_editable_install_sees_new_modules(built: Built, tmp_path: Path) -> None
     (tree / "worker" / "brand_new.py").write_text("answer = 42\n")
     assert environment.evaluate("import mlxq.worker.brand_new as n; print(n.answer)") == "42"
     origin = environment.evaluate("import mlxq.worker; print(mlxq.worker.__file__)")
-    assert Path(origin) == tree / "worker" / "__init__.py"
+    assert Path(origin).samefile(tree / "worker" / "__init__.py")
 
 
 def test_the_copy_is_the_checkout(built: Built) -> None:
