@@ -20,6 +20,7 @@ from mlxq.protocol.errors import BadRequest, MlxqError, QueueFull, ServerUnreach
 from mlxq.protocol.jobs import Job, Message, encode_job
 from mlxq.protocol.keys import LANES, Keys, Lane, check_job_id
 from mlxq.protocol.scripts import Call, Enqueued, PublishCommand, Scripts, run
+from mlxq.protocol.servers import publish_command
 
 log = logging.getLogger("mlxq.producer")
 
@@ -33,8 +34,8 @@ class Producer:
     Belongs to the event loop it is used in, and connects when it is first needed. Use it as an
     async context manager, or end with `aclose`; what is read from it then raises MlxqError.
 
-    url             redis://, rediss:// or unix://, as in redis-py
-    publish         SPUBLISH where the deployment uses sharded channels (a cluster)
+    url             of one server, of Sentinels or of a cluster: see protocol/servers.py
+    publish         SPUBLISH for sharded channels; None: as the URL asks for
     cap             most jobs, queued and running, that the queue may hold; 0: no limit
     retention_s     how long a finished job is kept; replay_s: how long its transcript is
     max_bytes       largest encoded job
@@ -49,7 +50,7 @@ class Producer:
         url: str,
         queue: str = "default",
         *,
-        publish: PublishCommand = "PUBLISH",
+        publish: PublishCommand | None = None,
         cap: int = 10_000,
         retention_s: float = 3_600.0,
         replay_s: float = 300.0,
@@ -60,9 +61,13 @@ class Producer:
         buffer: int = 1_024,
     ) -> None:
         self._keys = Keys(queue)
+        publish = publish or publish_command(url)
         self._scripts = Scripts(self._keys, publish)
         self._connections = Connections(
-            url, max_connections=max_connections, socket_timeout_s=socket_timeout_s
+            url,
+            self._keys.bell,
+            max_connections=max_connections,
+            socket_timeout_s=socket_timeout_s,
         )
         self._hub = Hub(
             self._connections.subscription,

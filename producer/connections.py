@@ -7,15 +7,16 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection, parse_url
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from mlxq.protocol.errors import MlxqError, ServerUnreachable
+from mlxq.protocol.servers import connection_options, is_misplaced
 
 T = TypeVar("T")
 
@@ -33,19 +34,21 @@ def backoff_s(failures: int) -> float:
 
 
 class Connections:
-    """Commands to one server, each repeated until it is answered (PROTOCOL section 6).
+    """Commands to the server of `key`, each repeated until it is answered (PROTOCOL section 6).
 
     redis-py's own retries are off: it would send again what may have run already. Used by any
     task of one event loop. After `aclose` nothing connects any more. Raises ValueError for a
-    URL that is not redis://, rediss:// or unix://.
+    bad URL; see protocol/servers.py.
     """
 
-    def __init__(self, url: str, *, max_connections: int, socket_timeout_s: float) -> None:
+    def __init__(
+        self, url: str, key: str, *, max_connections: int, socket_timeout_s: float
+    ) -> None:
         options = {
             "max_connections": max_connections,
             "socket_timeout": socket_timeout_s,
             "socket_connect_timeout": socket_timeout_s,
-            **_parse(url),
+            **connection_options(url, key),
             # RESP2: subscriptions then read as plain lists, and no handshake is needed.
             "protocol": 2,
             "decode_responses": False,
@@ -79,6 +82,8 @@ class Connections:
                 raise ServerUnreachable(f"refused by Redis: {error}") from None
             except (RedisError, OSError) as error:
                 trouble = str(error) or "timeout"
+                if is_misplaced(error):
+                    await self._pool.disconnect(inuse_connections=False)
             failures += 1
             wait_s = backoff_s(failures)
             if deadline is not None and now() + wait_s >= deadline:
@@ -119,11 +124,3 @@ class Connections:
 
 def closed() -> MlxqError:
     return MlxqError("the producer is closed")
-
-
-def _parse(url: str) -> dict[str, Any]:
-    try:
-        return dict(parse_url(url))
-    except ValueError:
-        # The reason may quote a part of the password.
-        raise ValueError("bad Redis URL: expected redis://, rediss:// or unix://") from None

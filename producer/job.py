@@ -189,4 +189,6 @@ def _failure(event: Failed) -> JobFailed:
 
 
 def _is_forbidden(error: ResponseError) -> bool:
-    return any(word in str(error) for word in ("NOPERM", "ACL", "permission"))
+    # Redis 7.0, Valkey and later Redis each word it differently inside a script.
+    words = ("NOPERM", "ACL failure", "user executing the script")
+    return any(word in str(error) for word in words)
