@@ -30,7 +30,7 @@ def check_promises(world: World) -> list[str]:
         record.check()
         ends.append(record.end)
     for reader in world.readers:
-        if not world.ledger.jobs[reader.job_id].tampered:
+        if reader.job_id not in world.tampered:
             _check_reader(world, reader.job_id, reader.cursor.seq, reader.delivered)
     _check_keys(world)
     _check_dead(world)

@@ -79,7 +79,7 @@ class Reader:
 
     def step(self) -> bool:
         """One message, one page or one look at the head; False if nothing is there."""
-        if self.done or self.world.ledger.jobs[self.job_id].tampered:
+        if self.done:
             return False
         if self.inbox is None:
             self.inbox = self.world.hub.join(self.job_id)
@@ -128,6 +128,11 @@ class Reader:
         for event in page:
             self.found = True
             self._apply(event)
+            if self.dirty and event.id.seq > self.last.seq:
+                # Not missed by us but missing: nobody can follow this job any further.
+                tampered = self.job_id in self.world.tampered
+                self.world.check(tampered, f"{self.name} at {self.last} finds {page} stored")
+                self.done = True
             if self.done:
                 return
         if not page:
