@@ -48,7 +48,6 @@ class Mix:
     fault_steps: int = 600
 
 
-CALM = Mix()
 READERS = Mix(reader_cut=0.03, reader_drop=0.03, reader_twice=0.05, reader_restart=0.01)
 
 CALLS = replace(
