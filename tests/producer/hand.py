@@ -31,7 +31,7 @@ class Hand:
     """One job in the hand of one worker process. Token ids are counted up from 0."""
 
     def __init__(self, client: Redis, scripts: Scripts, owner: str, taken: Taken) -> None:
-        self._client = client
+        self.client = client
         self._scripts = scripts
         self._owner = owner
         self.id = taken.id
@@ -73,7 +73,7 @@ class Hand:
         for event in events:
             self.seq += 1
             items.append(EmitItem(self.id, self.attempt, self.seq, self.tokens, event))
-        return await run(self._client, self._scripts.emit(self._owner, items))
+        return await run(self.client, self._scripts.emit(self._owner, items))
 
     async def finish(self, *texts: str, reason: FinishReason = "stop") -> None:
         """The last texts, the result and the terminal event, in one FINISH."""
@@ -88,7 +88,7 @@ class Hand:
 
     async def release(self) -> None:
         call = self._scripts.release(self._owner, "drain", [(self.id, self.attempt)])
-        assert await run(self._client, call) == [DONE]
+        assert await run(self.client, call) == [DONE]
 
     def _token(self, text: str) -> Token:
         self.said += text
@@ -106,7 +106,7 @@ class Hand:
             result=result,
             events=[encode_event(event) for event in events],
         )
-        assert await run(self._client, call) == DONE
+        assert await run(self.client, call) == DONE
 
 
 class HandWorker:
