@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from typing import Final, Literal, get_args
 
 from mlxq.protocol.errors import BadRequest
@@ -20,6 +21,16 @@ def check_job_id(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
         raise BadRequest(f"bad job id {job_id[:80]!r}: 1 to 64 of A-Z a-z 0-9 _ - are allowed")
     return job_id
+
+
+def shard_names(queue: str, shards: int) -> list[str]:
+    """The names of a queue's shards: itself, or QUEUE.0 … QUEUE.N-1."""
+    return [queue] if shards == 1 else [f"{queue}.{number}" for number in range(shards)]
+
+
+def shard_of(job_id: str, shards: int) -> int:
+    """Which shard a job is in. `shards` must not change while jobs live."""
+    return zlib.crc32(job_id.encode()) % shards
 
 
 class Keys:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import structlog
 
 from mlxq.protocol.errors import BadRequest
 from mlxq.protocol.events import Resumed, Started, encode_event
+from mlxq.protocol.keys import shard_of
 from mlxq.protocol.scripts import ReleaseReason, Scripts, Taken
 from mlxq.worker.admission import Admission, Admitted
 from mlxq.worker.chat import Tokenizer
@@ -35,6 +35,7 @@ class Bridge:
     def __init__(
         self,
         config: Config,
+        shard: int,
         info: ModelInfo,
         engine: EngineThread,
         tokenizer: Tokenizer,
@@ -45,6 +46,7 @@ class Bridge:
         metrics: Metrics,
     ) -> None:
         self._config = config
+        self._shard = shard
         self._info = info
         self._engine = engine
         self._tokenizer = tokenizer
@@ -62,6 +64,7 @@ class Bridge:
         row = Row(taken)
         self._rows.add(row)
         try:
+            self._check_place(taken.id)
             admitted = self._admission.admit(taken.spec, taken.id)
             generated = await self._restore(row, taken, admitted)
         except BadRequest as error:
@@ -71,6 +74,12 @@ class Bridge:
         else:
             self._enter(row, admitted, generated)
         self._publisher.notify()
+
+    def _check_place(self, job_id: str) -> None:
+        """Raises BadRequest for a job in the wrong shard: elsewhere it could be a second row."""
+        right = shard_of(job_id, self._config.shards)
+        if right != self._shard:
+            raise BadRequest(f"this job id belongs to shard {right}, not {self._shard}")
 
     async def _restore(self, row: Row, taken: Taken, admitted: Admitted) -> list[int]:
         """Gives the row its output stage and first event. Returns the ids generated so far."""
@@ -108,11 +117,6 @@ class Bridge:
                 admitted.stop_ids,
             )
         )
-
-    async def run(self, steps: asyncio.Queue[list[Output]]) -> None:
-        """Applies the outputs of every step as it comes."""
-        while True:
-            self.apply(await steps.get())
 
     def apply(self, outputs: Sequence[Output]) -> None:
         """The outputs of one step: ids become text, and ends become terminal events."""

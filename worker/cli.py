@@ -17,6 +17,9 @@ def worker(
         str, typer.Option(envvar="MLXQ_REDIS_URL", help="redis:// rediss:// or unix:// URL.")
     ] = "redis://localhost:6379",
     queue: Annotated[str, typer.Option(envvar="MLXQ_QUEUE", help="Queue to serve.")] = "default",
+    shards: Annotated[
+        int, typer.Option(envvar="MLXQ_SHARDS", help="Parts the queue is split into.")
+    ] = 1,
     name: Annotated[
         str, typer.Option(envvar="MLXQ_NAME", help="Name in events, status and logs.")
     ] = "",
@@ -63,6 +66,7 @@ def worker(
             model=model,
             redis_url=redis,
             queue=queue,
+            shards=shards,
             name=name or default_name(),
             max_batch=max_batch,
             lease_s=lease_s,

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, field
 
 from mlxq.protocol.errors import BadRequest
-from mlxq.protocol.keys import Keys
+from mlxq.protocol.keys import Keys, shard_names
 from mlxq.protocol.servers import connection_options
 
 EXIT_DRAINED = 0
@@ -39,11 +39,13 @@ class Config:
     drain_timeout_s    how long a drain lets running jobs finish before it releases them
     stall_timeout_s    an engine with work and no progress for this long is taken for hung
     prefill_step       prompt tokens per prefill chunk
+    shards             over how many names the queue is split; the same for all of a deployment
     """
 
     model: str
     redis_url: str = "redis://localhost:6379"
     queue: str = "default"
+    shards: int = 1
     name: str = field(default_factory=default_name)
     max_batch: int = 32
     lease_s: float = 15.0
@@ -56,6 +58,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "MODEL is empty: give a local folder or a hub name")
+        _require(1 <= self.shards <= 256, "--shards must be 1 to 256")
         _require(1 <= self.max_batch <= 1024, "--max-batch must be 1 to 1024")
         _require(0.2 <= self.lease_s <= 3600, "--lease-s must be 0.2 to 3600 seconds")
         _require(0 <= self.drain_timeout_s <= 86_400, "--drain-timeout-s must be 0 to 86400")
@@ -69,7 +72,7 @@ class Config:
             "--name must be 1 to 40 of A-Z a-z 0-9 _ -",
         )
         try:
-            Keys(self.queue)
+            Keys(shard_names(self.queue, self.shards)[-1])
         except BadRequest as error:
             raise BadConfig(f"--queue: {error}") from None
         try:

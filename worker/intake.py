@@ -14,6 +14,7 @@ from mlxq.worker.config import Config
 from mlxq.worker.lease import LeaseThread
 from mlxq.worker.link import UNANSWERED, Link
 from mlxq.worker.rows import Rows
+from mlxq.worker.slots import Slots
 
 _log = structlog.get_logger()
 
@@ -32,6 +33,7 @@ class Intake:
         scripts: Scripts,
         lease: LeaseThread,
         rows: Rows,
+        slots: Slots,
         bridge: Bridge,
     ) -> None:
         self._config = config
@@ -39,12 +41,12 @@ class Intake:
         self._scripts = scripts
         self._lease = lease
         self._rows = rows
+        self._slots = slots
         self._bridge = bridge
         self._wake = asyncio.Event()
         self._recover = False
         self._stopping = False
         self._hold_until_s = 0.0
-        self._room_until_s: float | None = None
 
     def notify(self) -> None:
         """A slot has become free, or the bell rang."""
@@ -79,44 +81,48 @@ class Intake:
         # While the server is away the sweep finds out when it is back, not a TAKE: see `hold`.
         if self._link.down or now_s() < self._hold_until_s:
             return False
-        if self._room_until_s is not None and len(self._rows):
-            await self._make_room()
+        if self._slots.waits_for_room(self):
+            if self._slots.room_is_late:
+                await self._bridge.release(list(self._rows), "preempt")
             return False
-        if self._free() < 1 or any(row.unproven for row in self._rows):
+        if self._slots.unproven or not self._slots.has_free(self.notify):
             return False
         if len(self._rows) and self._lease.age_s > self._config.lease_s / 2:
             self._lease.beat_now()
             return False
         return True
 
-    def _free(self) -> int:
-        return self._config.max_batch - self._rows.occupied
-
-    async def _make_room(self) -> None:
-        """A suspect waits for an empty worker: rows finish within a lease or are released."""
-        if self._room_until_s is not None and now_s() >= self._room_until_s:
-            await self._bridge.release(list(self._rows), "preempt")
-
     async def _take(self) -> bool:
         """One TAKE with receipt and admission. Whether to ask again at once."""
-        alone = len(self._rows) == 0
+        alone = self._slots.empty
+        with self._slots.reserve() as free:
+            take = await self._ask(free, alone)
+            if take is None:
+                return False
+            for taken in await self._receipt(take.jobs):
+                await self._bridge.begin(taken)
+        return take.more
+
+    async def _ask(self, n: int, alone: bool) -> Take | None:
+        """The reply of TAKE. None: it was lost, and the next TAKE recovers what it gave out."""
         call = self._scripts.take(
             self._config.owner,
-            self._free(),
+            n,
             lease_ms=self._config.lease_ms,
             alone=alone,
             recover=self._recover,
         )
         try:
-            take: Take = await self._link.call_once(call)
+            take = await self._link.call_once(call)
         except UNANSWERED:
             self._recover = True
-            return False
+            return None
         self._recover = False
-        self._room_until_s = now_s() + self._config.lease_s if take.make_room else None
-        for taken in await self._receipt(take.jobs):
-            await self._bridge.begin(taken)
-        return take.more
+        if take.make_room:
+            self._slots.want_room(self, self._config.lease_s)
+        else:
+            self._slots.room_made(self)
+        return take
 
     async def _receipt(self, jobs: list[Taken]) -> list[Taken]:
         """Confirms what was taken before anything touches it; what is not ours is forgotten."""

@@ -14,7 +14,7 @@ from mlxq.worker.config import PRESENCE_INTERVAL_S, Config
 from mlxq.worker.engine.request import ModelInfo
 from mlxq.worker.link import UNANSWERED, Link
 from mlxq.worker.metrics import Metrics
-from mlxq.worker.rows import Rows
+from mlxq.worker.slots import Slots
 
 TTL_S = 10
 
@@ -28,12 +28,12 @@ class Presence:
         info: ModelInfo,
         link: Link,
         scripts: Scripts,
-        rows: Rows,
+        slots: Slots,
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._link = link
-        self._rows = rows
+        self._slots = slots
         self._metrics = metrics
         self._key = scripts.keys.worker(config.owner)
         self._seen = (now_s(), metrics.tokens)
@@ -67,7 +67,7 @@ class Presence:
         seconds, microseconds = await self._link.client.time()
         fields = {
             **self._fixed,
-            "running": self._rows.occupied,
+            "running": self._slots.occupied,
             "tokens_per_s": f"{self._rate():.1f}",
             "seen_ms": seconds * 1000 + microseconds // 1000,
         }

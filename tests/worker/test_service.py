@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
+from mlxq.protocol.keys import shard_names, shard_of
 from mlxq.protocol.scripts import Scripts, look, run
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.engine.request import Admit, ModelInfo, RowKey
@@ -33,12 +35,12 @@ def fake(info: ModelInfo, tokenizer: Tokenizer) -> Fake:
 
 
 @pytest.fixture
-def settings(server: Server, queue: str) -> dict[str, object]:
+def settings(server: Server, queue: str) -> dict[str, Any]:
     return {"redis_url": server.url, "queue": queue, "name": "mac1", "lease_s": 2.0}
 
 
 async def test_job_streams_from_started_to_done(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     async with running(fake, **settings):
         await submitter.enqueue("a", prompt="Hi", max_tokens=200)
@@ -55,7 +57,7 @@ async def test_job_streams_from_started_to_done(
 
 
 async def test_length_ends_after_max_tokens(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     async with running(fake, **settings):
         await submitter.enqueue("a", prompt="Hi", max_tokens=5)
@@ -65,7 +67,7 @@ async def test_length_ends_after_max_tokens(
 
 
 async def test_stop_string_is_neither_shown_nor_leaked(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     async with running(fake, **settings):
         await submitter.enqueue("a", prompt="Hi", max_tokens=200, stop=["over the", "x naps"])
@@ -75,7 +77,7 @@ async def test_stop_string_is_neither_shown_nor_leaked(
 
 
 async def test_aborted_decoding_job_is_terminal_within_two_steps_and_its_slot_is_taken(
-    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, Any]
 ) -> None:
     batch = fake(manual=True)
     async with running(lambda: batch, **settings, max_batch=1):
@@ -97,7 +99,7 @@ async def test_aborted_decoding_job_is_terminal_within_two_steps_and_its_slot_is
 
 
 async def test_queued_job_is_aborted_at_once(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     batch = fake(manual=True)
     async with running(lambda: batch, **settings, max_batch=1):
@@ -114,7 +116,7 @@ async def test_queued_job_is_aborted_at_once(
 
 
 async def test_bare_abort_key_on_queued_job_is_swept(
-    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, Any]
 ) -> None:
     batch = fake(manual=True)
     async with running(lambda: batch, **settings, max_batch=1):
@@ -126,7 +128,7 @@ async def test_bare_abort_key_on_queued_job_is_swept(
 
 
 async def test_prefilling_job_is_aborted_without_a_step(
-    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, Any]
 ) -> None:
     batch = fake(manual=True)
     async with running(lambda: batch, **settings):
@@ -140,7 +142,7 @@ async def test_prefilling_job_is_aborted_without_a_step(
 
 
 async def test_takes_no_more_jobs_than_slots(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     batch = fake(manual=True)
     async with running(lambda: batch, **settings, max_batch=3):
@@ -156,7 +158,7 @@ async def test_takes_no_more_jobs_than_slots(
 
 
 async def test_drain_finishes_running_jobs_and_leaves_queued_ones(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     batch = fake(manual=True)
     async with running(lambda: batch, **settings, max_batch=1) as worker:
@@ -173,7 +175,7 @@ async def test_drain_finishes_running_jobs_and_leaves_queued_ones(
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_drain_releases_what_does_not_finish_and_another_worker_goes_on_at_once(
-    signals: int, submitter: Submitter, fake: Fake, settings: dict[str, object]
+    signals: int, submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     batch = fake(manual=True)
     patience_s = 0.2 if signals == 1 else 600.0
@@ -195,7 +197,7 @@ async def test_drain_releases_what_does_not_finish_and_another_worker_goes_on_at
 
 
 async def test_resumed_job_is_admitted_behind_its_tokens(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     first, second = fake(manual=True), fake()
     async with running(lambda: first, **settings, drain_timeout_s=0) as worker:
@@ -216,7 +218,7 @@ async def test_resumed_job_is_admitted_behind_its_tokens(
 
 
 async def test_other_model_goes_on_from_the_text(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     first, second = fake(manual=True), fake()
     second.info = type(second.info)(
@@ -233,7 +235,7 @@ async def test_other_model_goes_on_from_the_text(
 
 
 async def test_engine_failure_gives_the_jobs_back_and_exits_3(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, fake: Fake, settings: dict[str, Any]
 ) -> None:
     def burst(rows: list[Admit]) -> None:
         raise RuntimeError("kernel panic")
@@ -248,7 +250,7 @@ async def test_engine_failure_gives_the_jobs_back_and_exits_3(
     assert text_of(await submitter.events("a")) == TEXT
 
 
-async def test_load_failure_exits_3(fake: Fake, settings: dict[str, object]) -> None:
+async def test_load_failure_exits_3(fake: Fake, settings: dict[str, Any]) -> None:
     def load() -> FakeBatch:
         raise OSError("disk gone")
 
@@ -256,7 +258,7 @@ async def test_load_failure_exits_3(fake: Fake, settings: dict[str, object]) -> 
         assert await asyncio.wait_for(worker.exit, 30) == 3
 
 
-async def test_told_to_stop_while_loading_exits_0(fake: Fake, settings: dict[str, object]) -> None:
+async def test_told_to_stop_while_loading_exits_0(fake: Fake, settings: dict[str, Any]) -> None:
     loaded = threading.Event()
 
     def load() -> FakeBatch:
@@ -271,7 +273,7 @@ async def test_told_to_stop_while_loading_exits_0(fake: Fake, settings: dict[str
 
 
 async def test_zombie_is_fenced_and_its_rows_leave_the_engine(
-    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, Any]
 ) -> None:
     """Another owner takes the job behind the worker's back: nothing more of it is stored."""
     batch = fake(manual=True)
@@ -286,9 +288,28 @@ async def test_zombie_is_fenced_and_its_rows_leave_the_engine(
     assert all(event["id"].startswith("1-") for event in await submitter.events("a"))
 
 
-async def test_order_only_rises(
-    submitter: Submitter, fake: Fake, settings: dict[str, object]
+async def test_shards_share_the_slots(
+    client: Redis, queue: str, fake: Fake, settings: dict[str, Any]
 ) -> None:
+    batch = fake(manual=True)
+    shards = [Submitter(client, name) for name in shard_names(queue, 3)]
+    jobs = [(f"j{n}", shards[shard_of(f"j{n}", 3)]) for n in range(12)]
+    async with running(lambda: batch, **settings, shards=3, max_batch=4):
+        for job_id, shard in jobs:
+            await shard.enqueue(job_id, prompt="Hi", max_tokens=200)
+        await asyncio.sleep(1.0)
+        states = [(await shard.job(job_id))["state"] for job_id, shard in jobs]
+        assert sorted(states) == ["queued"] * 8 + ["running"] * 4
+        batch.allow(10_000)
+        for job_id, shard in jobs:
+            await shard.terminal(job_id)
+            assert text_of(await shard.events(job_id)) == TEXT
+        wrong = shards[1 - min(1, shard_of("stray", 3))]
+        await wrong.enqueue("stray", prompt="Hi")
+        assert (await wrong.terminal("stray"))["code"] == "bad_request"
+
+
+async def test_order_only_rises(submitter: Submitter, fake: Fake, settings: dict[str, Any]) -> None:
     async with running(fake, **settings) as worker:
         worker.orders.give(Order.RELEASE)
         worker.orders.give(Order.DRAIN)
@@ -297,7 +318,7 @@ async def test_order_only_rises(
 
 
 async def test_suspect_runs_alone_until_its_first_token(
-    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, object]
+    submitter: Submitter, client: Redis, fake: Fake, settings: dict[str, Any]
 ) -> None:
     """A job that crashed its worker once is handed out alone; neighbours wait for its token."""
     scripts = Scripts(submitter.keys)
