@@ -63,6 +63,7 @@ class Connections:
         self._asking: set[asyncio.Timeout] = set()
         self._nobody_asks = asyncio.Event()
         self._closed = False
+        self._down = False
 
     async def ask(
         self, action: Callable[[Redis], Awaitable[T]], *, allowed_s: float | None = None
@@ -77,7 +78,9 @@ class Connections:
         failures = 0
         while not self._closed:
             try:
-                return await self._try(action, deadline)
+                answer = await self._try(action, deadline)
+                self._down = False
+                return answer
             except REFUSALS as error:
                 raise ServerUnreachable(f"refused by Redis: {error}") from None
             except (RedisError, OSError) as error:
@@ -88,7 +91,8 @@ class Connections:
             wait_s = backoff_s(failures)
             if deadline is not None and now() + wait_s >= deadline:
                 raise ServerUnreachable(f"no answer from Redis in the time allowed: {trouble}")
-            if failures == 1:
+            if not self._down:
+                self._down = True
                 log.warning("no answer from Redis, trying again: %s", trouble)
             await asyncio.sleep(wait_s)
         raise closed()

@@ -94,13 +94,13 @@ class JobHandle:
         if text := (await self.result()).text:
             yield text
 
-    def events(self, after: str | EventId = START) -> AsyncGenerator[Event, None]:
+    def events(self, after: str | EventId | None = None) -> AsyncGenerator[Event, None]:
         """Yields the events behind the cursor `after` (the `id` of an event), to the last one.
 
         Raises BadCursor, UnknownJob, TranscriptExpired (`result` may still be there) or
         HistoryRewritten. It waits through an outage of the server, however long.
         """
-        return self._follow(EventId.parse(after) if isinstance(after, str) else after)
+        return self._follow(EventId.parse(after) if isinstance(after, str) else after or START)
 
     async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109
         """The whole output, once the job has ended; waits `timeout` seconds at most.
