@@ -202,11 +202,19 @@ async def test_commands_that_fail_are_repeated(
 
 
 @pytest.mark.usefixtures("fast_look")
-@pytest.mark.parametrize("told_by", ["a message", "the hash", "the transcript"])
+@pytest.mark.parametrize("told_by", ["message 2-4", "message 2-5", "the hash", "the transcript"])
 async def test_rewritten_history_is_told_and_never_guessed(
-    told_by: str, producer: Producer, worker: HandWorker, client: Redis, keys: Keys
+    told_by: str,
+    producer: Producer,
+    worker: HandWorker,
+    client: Redis,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A failover loses the last events of the server, which the reader has seen."""
+    message_id = told_by.removeprefix("message ").encode()
+    if told_by.startswith("message"):
+        monkeypatch.setattr("mlxq.producer.stream.QUIET_MIN_S", 3600.0)
     job = await producer.submit(prompt="a")
     hand = await worker.take()
     await hand.start()
@@ -219,8 +227,8 @@ async def test_rewritten_history_is_told_and_never_guessed(
         await client.xadd(keys.events(job.id), fields, id=entry_id)
     await client.hset(keys.job(job.id), mapping={"seq": 3, "tokens": 2, "attempt": 2})
     other = encode_event(Token(text="X", ids=[7]))
-    if told_by == "a message":
-        await client.publish(keys.live(job.id), b'{"id":"2-4",' + other[1:])
+    if told_by.startswith("message"):
+        await client.publish(keys.live(job.id), b'{"id":"%b",%b' % (message_id, other[1:]))
     if told_by == "the transcript":
         await client.xadd(keys.events(job.id), {"e": other}, id="2-4")
         await client.hset(keys.job(job.id), mapping={"seq": 4, "tokens": 3})
