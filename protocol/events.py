@@ -6,12 +6,15 @@ object has `"id":"<attempt>-<seq>"` put in first.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 from msgspec import Struct
 
 from mlxq.protocol.errors import BadCursor
+
+T = TypeVar("T")
 
 Channel = Literal["reasoning", "tool_call"]
 FinishReason = Literal["stop", "length", "tool_calls", "aborted"]
@@ -42,18 +45,24 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 20
 
 
-class Usage(Struct, frozen=True, omit_defaults=True):
+class Usage(Struct, frozen=True):
     """Token counts of a job over all its attempts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class Timings(Struct, frozen=True, omit_defaults=True):
+class Timings(Struct, frozen=True):
     """Seconds, measured by the worker of the last attempt. first_token_s counts from admission."""
 
     first_token_s: float = 0.0
     total_s: float = 0.0
+
+
+def _written(make: Callable[[], T]) -> T:
+    """A default that is written out too: msgspec leaves out only what has no factory."""
+    default: T = msgspec.field(default_factory=lambda: make())
+    return default
 
 
 class _Event(Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
@@ -98,8 +107,8 @@ class Done(_Event, frozen=True, tag="done", kw_only=True):
 
     finish_reason: FinishReason
     attempts: int
-    usage: Usage = Usage()
-    timings: Timings = Timings()
+    usage: Usage = _written(Usage)
+    timings: Timings = _written(Timings)
 
 
 class Failed(_Event, frozen=True, tag="failed", kw_only=True):
@@ -107,9 +116,9 @@ class Failed(_Event, frozen=True, tag="failed", kw_only=True):
 
     code: str
     message: str
-    retryable: bool = False
+    retryable: bool = _written(bool)
     attempts: int
-    usage: Usage = Usage()
+    usage: Usage = _written(Usage)
 
 
 Event = Started | Resumed | Token | Requeued | Done | Failed

@@ -103,7 +103,7 @@ class Bridge:
         if self._rows.get(row.key) is None:
             return
         _log.info("admitted", **log_key(row), prompt=len(admitted.prompt), resumed=len(generated))
-        self._metrics.admitted(len(admitted.prompt))
+        self._metrics.admitted(len(admitted.prompt), resumed=row.resumed)
         if len(generated) >= admitted.max_tokens:
             self._end(row, "length")
             return
@@ -131,7 +131,7 @@ class Bridge:
         if output.ids:
             emitted = row.stage.feed(output.ids)
             row.add(emitted.text, output.ids[: emitted.taken])
-            self._metrics.generated(emitted.taken)
+            self._metrics.tokens += emitted.taken
             if emitted.stopped:
                 self._engine.cancel(row.key)
                 self._end(row, "stop")

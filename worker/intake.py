@@ -12,7 +12,8 @@ from mlxq.worker.bridge import Bridge
 from mlxq.worker.clock import now_s
 from mlxq.worker.config import Config
 from mlxq.worker.lease import LeaseThread
-from mlxq.worker.link import UNANSWERED, Link
+from mlxq.worker.link import UNANSWERED, Link, decoded
+from mlxq.worker.metrics import Metrics
 from mlxq.worker.rows import Rows
 from mlxq.worker.slots import Slots
 
@@ -35,6 +36,7 @@ class Intake:
         rows: Rows,
         slots: Slots,
         bridge: Bridge,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._link = link
@@ -43,6 +45,7 @@ class Intake:
         self._rows = rows
         self._slots = slots
         self._bridge = bridge
+        self._metrics = metrics
         self._wake = asyncio.Event()
         self._recover = False
         self._stopping = False
@@ -129,5 +132,20 @@ class Intake:
         if not jobs:
             return []
         looks = [look(taken.id, taken.attempt) for taken in jobs]
-        statuses = await self._link.call(self._scripts.emit(self._config.owner, looks))
+        statuses, _ = await asyncio.gather(
+            self._link.call(self._scripts.emit(self._config.owner, looks)),
+            self._time_in_queue(jobs[0]),
+        )
         return [taken for taken, status in zip(jobs, statuses, strict=True) if status == DONE]
+
+    async def _time_in_queue(self, taken: Taken) -> None:
+        """Observes how long one job of every TAKE has waited; nothing depends on the answer."""
+        if taken.seq:
+            return
+        key = self._scripts.keys.job(taken.id)
+        try:
+            times = await self._link.client.hmget(key, ["created", "taken"])
+            created_ms, taken_ms = (int(decoded(time)) for time in times)
+        except (*UNANSWERED, ValueError):
+            return
+        self._metrics.queued((taken_ms - created_ms) / 1000)

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from mlxq import __version__
+from mlxq.protocol.keys import GROUP, LANES
 from mlxq.protocol.scripts import Scripts
 from mlxq.worker.clock import now_s
 from mlxq.worker.config import PRESENCE_INTERVAL_S, Config
@@ -35,6 +36,7 @@ class Presence:
         self._link = link
         self._slots = slots
         self._metrics = metrics
+        self._keys = scripts.keys
         self._key = scripts.keys.worker(config.owner)
         self._seen = (now_s(), metrics.tokens)
         self._fixed: dict[Any, Any] = {
@@ -75,6 +77,19 @@ class Presence:
         pipeline.hset(self._key, mapping=fields)
         pipeline.expire(self._key, TTL_S)
         await pipeline.execute()
+        self._metrics.waiting[self._keys.queue] = await self._count_waiting()
+
+    async def _count_waiting(self) -> int:
+        """Jobs on the lanes that are in nobody's hands."""
+        pipeline = self._link.client.pipeline(transaction=False)
+        for lane in LANES:
+            pipeline.xlen(self._keys.lane(lane))
+            pipeline.xpending(self._keys.lane(lane), GROUP)
+        replies = await pipeline.execute(raise_on_error=False)
+        # A lane without a group has nothing pending.
+        pending: int = sum(reply["pending"] for reply in replies[1::2] if isinstance(reply, dict))
+        held_or_waiting: int = sum(replies[::2])
+        return max(0, held_or_waiting - pending)
 
     def _rate(self) -> float:
         """Tokens per second since the last time."""

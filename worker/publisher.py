@@ -15,6 +15,7 @@ from mlxq.protocol.scripts import (
     EXPIRED,
     FENCED,
     GAP,
+    LOOK_SEQ,
     REPEATED,
     Call,
     EmitItem,
@@ -23,6 +24,7 @@ from mlxq.protocol.scripts import (
 )
 from mlxq.worker.config import LOOK_INTERVAL_S
 from mlxq.worker.link import UNANSWERED, Backoff, Link, decoded
+from mlxq.worker.metrics import Metrics
 from mlxq.worker.rows import Row, Rows, log_key
 
 _log = structlog.get_logger()
@@ -49,6 +51,7 @@ class Publisher:
         scripts: Scripts,
         owner: str,
         rows: Rows,
+        metrics: Metrics,
         on_gone: Callable[[Row, str], None],
     ) -> None:
         """`on_gone(row, why)` is told once of every row that this worker no longer holds."""
@@ -56,11 +59,10 @@ class Publisher:
         self._scripts = scripts
         self._owner = owner
         self._rows = rows
+        self._metrics = metrics
         self._on_gone = on_gone
         self._pending = asyncio.Event()
         self._flushing = asyncio.Lock()
-        self.flushes = 0
-        self.events = 0
 
     def notify(self) -> None:
         """Something can be published."""
@@ -97,7 +99,6 @@ class Publisher:
                 answers = await self._link.once(lambda: run_all(self._link.client, calls))
             except UNANSWERED:
                 return False
-            self.flushes += 1
             return await self._apply(items, finishing, answers)
 
     def _outgoing(self) -> tuple[list[tuple[Row, EmitItem]], list[tuple[Row, Call[int]]]]:
@@ -126,6 +127,7 @@ class Publisher:
             if status in (DONE, REPEATED) and row.ending is not None:
                 self._gone(row, row.ending.state)
         if not isinstance(emitted, Exception):
+            self._metrics.flushed(sum(item.seq != LOOK_SEQ for _, item in items))
             for (row, item), status in zip(items, emitted, strict=True):
                 complete &= await self._settle(row, item, status)
         for (row, _), status in zip(finishing, finished, strict=True):
@@ -142,7 +144,6 @@ class Publisher:
         if status not in (DONE, REPEATED):
             self._gone(row, STATUS_NAMES[status])
         elif item is not None:
-            self.events += item.seq > 0
             row.stored(item)
         return True
 

@@ -47,7 +47,8 @@ class Row:
 
     __slots__ = (
         "key", "solo", "seq", "tokens", "base", "stage", "prompt_tokens", "frozen", "ending",
-        "finish_call", "_head", "_texts", "_ids", "_skip", "_admitted_s", "_first_token_s",
+        "finish_call", "_head", "_texts", "_ids", "_skip", "_resumed", "_admitted_s",
+        "_first_token_s",
     )  # fmt: skip
 
     def __init__(self, taken: Taken) -> None:
@@ -56,6 +57,7 @@ class Row:
         self.seq = taken.seq
         self.tokens = taken.tokens
         self.base = taken.tokens
+        self._resumed = taken.seq > 0
         self.stage: OutputStage | None = None
         self.prompt_tokens = 0
         self.frozen: list[EmitItem] = []
@@ -67,6 +69,11 @@ class Row:
         self._skip = 0
         self._admitted_s = now_s()
         self._first_token_s: float | None = None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier attempt has stored something."""
+        return self._resumed
 
     @property
     def decoding(self) -> bool:

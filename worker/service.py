@@ -14,6 +14,7 @@ from mlxq.protocol.errors import MlxqError
 from mlxq.protocol.keys import shard_of
 from mlxq.protocol.scripts import ReleaseReason
 from mlxq.worker.chat import Tokenizer
+from mlxq.worker.clock import now_s
 from mlxq.worker.config import EXIT_BAD_CONFIG, EXIT_DRAINED, EXIT_ENGINE_DIED, Config
 from mlxq.worker.engine.request import ModelInfo, Output
 from mlxq.worker.engine.thread import Batch, EngineThread
@@ -90,8 +91,8 @@ class Worker:
     ) -> None:
         self._config = config
         self._orders = orders
-        self.metrics = Metrics(config.max_batch)
-        slots = Slots(config.max_batch)
+        self.metrics = Metrics(config.max_batch, kv_bytes=lambda: engine.kv_bytes)
+        self._slots = slots = Slots(config.max_batch)
         self._shards = [
             Shard(config, number, info, engine, tokenizer, slots, self.metrics)
             for number in range(config.shards)
@@ -120,8 +121,12 @@ class Worker:
     async def _apply(self, steps: asyncio.Queue[list[Output]]) -> None:
         """Gives each shard the outputs of its rows, step by step."""
         shards = self._shards
+        stepped_s: float | None = None
         while True:
             outputs = await steps.get()
+            if stepped_s is not None:
+                self.metrics.stepped(now_s() - stepped_s)
+            stepped_s = now_s() if self._slots.occupied else None
             if len(shards) == 1:
                 shards[0].bridge.apply(outputs)
                 continue

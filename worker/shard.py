@@ -66,7 +66,9 @@ class Shard:
             on_lost=lambda key, status: post(self._loop, partial(self._lost, key, status)),
             on_stall=self._stalled,
         )
-        self._publisher = Publisher(self._link, scripts, config.owner, self.rows, self._gone)
+        self._publisher = Publisher(
+            self._link, scripts, config.owner, self.rows, metrics, self._gone
+        )
         self.bridge = Bridge(
             config,
             number,
@@ -80,7 +82,7 @@ class Shard:
             metrics,
         )
         self._intake = Intake(
-            config, self._link, scripts, self._lease, self.rows, slots, self.bridge
+            config, self._link, scripts, self._lease, self.rows, slots, self.bridge, metrics
         )
         slots.add(self.rows, self._intake.notify)
         self._doorbell = Doorbell(config.redis_url, keys.bell, self._intake.notify)
@@ -126,7 +128,7 @@ class Shard:
 
     def _rows_changed(self, rows: Rows) -> None:
         self._lease.held = rows.keys
-        self._metrics.running(self._slots.occupied)
+        self._metrics.running = self._slots.occupied
         self._slots.wake()
 
     def _gone(self, row: Row, why: str) -> None:

@@ -36,6 +36,11 @@ class FakeBatch:
         self.closed = 0
 
     @property
+    def kv_bytes(self) -> int:
+        self._called()
+        return 0
+
+    @property
     def busy(self) -> bool:
         self._called()
         return bool(self.rows)

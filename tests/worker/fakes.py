@@ -40,6 +40,10 @@ class FakeBatch:
         self._allowed.release(steps)
 
     @property
+    def kv_bytes(self) -> int:
+        return 1000 * len(self.rows)
+
+    @property
     def busy(self) -> bool:
         return bool(self.rows)
 

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from mlxq.protocol.scripts import Scripts, look, run
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.link import Link
+from mlxq.worker.metrics import Metrics
 from mlxq.worker.output import OutputStage
 from mlxq.worker.publisher import Publisher
 from mlxq.worker.rows import Row, Rows
@@ -30,7 +31,12 @@ class Bench:
         self.rows = Rows()
         self.link = Link(url, submitter.keys.bell, timeout_s=5.0, on_back=lambda down_s: None)
         self.publisher = Publisher(
-            self.link, self.scripts, OWNER, self.rows, lambda row, why: self.gone.append(why)
+            self.link,
+            self.scripts,
+            OWNER,
+            self.rows,
+            Metrics(1, lambda: 0),
+            lambda row, why: self.gone.append(why),
         )
 
     async def take(self) -> Row:

@@ -97,6 +97,12 @@ class MlxBatch:
     def busy(self) -> bool:
         return bool(self._waiting or self._prefilling or self._ended or len(self._decoding))
 
+    @property
+    def kv_bytes(self) -> int:
+        prefilling = sum(prefill.kv_bytes for prefill in self._prefilling)
+        decoding: int = sum(cache.nbytes for cache in self._decoding.prompt_cache)
+        return prefilling + decoding
+
     def admit(self, request: Admit) -> None:
         if len(request.generated) >= request.max_tokens:
             self._ended.append(Output(request.key, [], "length"))

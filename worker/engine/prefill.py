@@ -25,6 +25,11 @@ class Prefill:
         self._rest = [request.prompt + request.generated for request in requests]
         self._batch: PromptProcessingBatch | None = None
 
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the cache so far."""
+        return sum(cache.nbytes for cache in self._batch.prompt_cache) if self._batch else 0
+
     def advance(self, step: int) -> GenerationBatch | None:
         """Reads at most `step` ids of each row.
 

@@ -15,6 +15,8 @@ from typing import Protocol
 
 from mlxq.worker.engine.request import Admit, Cancel, ModelInfo, Output, RowKey
 
+KV_LOOK_STEPS = 32
+
 
 class Batch(Protocol):
     """Rows that decode together. Made, called and closed on the engine thread only.
@@ -24,6 +26,11 @@ class Batch(Protocol):
     """
 
     info: ModelInfo
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV caches of all rows."""
+        ...
 
     @property
     def busy(self) -> bool:
@@ -60,6 +67,7 @@ class EngineThread:
                 step or `on_outputs`; the thread ends after it
     info        set when the batch is loaded and warm; holds the exception if that failed
     steps       decode steps made so far
+    kv_bytes    memory of the KV caches, looked at every KV_LOOK_STEPS
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class EngineThread:
         # A running future cannot be cancelled by a waiter that gives up.
         self.info.set_running_or_notify_cancel()
         self.steps = 0
+        self.kv_bytes = 0
         self._load = load
         self._on_outputs = on_outputs
         self._on_dead = on_dead
@@ -127,6 +136,8 @@ class EngineThread:
             outputs = batch.step()
             self.steps += 1
             self._progress_at = time.monotonic()
+            if self.steps % KV_LOOK_STEPS == 0 or not batch.busy:
+                self.kv_bytes = batch.kv_bytes
             if outputs:
                 self._on_outputs(outputs)
 
