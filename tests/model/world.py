@@ -21,6 +21,7 @@ from tests.model.submitter import Aborter, Submitter
 from tests.model.worker import Worker
 
 NO_PATCHES: Mapping[str, Script] = {}
+ENDLESS = 10_000  # tokens that no schedule has time for
 MAX_CRASHES = 4  # instead of 10: a schedule is short
 
 
@@ -168,7 +169,7 @@ def make_plans(rng: random.Random, mix: Mix) -> dict[str, Plan]:
             kind = rng.choice(POISON)
         elif dice < mix.poison + mix.bad:
             kind = "bad"
-        length = rng.randint(*mix.length) if kind != "stubborn" else 30
+        length = rng.randint(*mix.length) if kind != "stubborn" else ENDLESS
         lane = rng.choice(LANES)
         deadline_ms = rng.randint(1, 60) if rng.random() < mix.deadline else 0
         plans[f"j{number}"] = Plan(f"j{number}", kind, length, lane, deadline_ms)
