@@ -134,6 +134,7 @@ class Demo:
         self.lost_at = time.monotonic()
         for pane in held:
             pane.state = "worker lost"
+            self.view.streamed(pane)
         numbers = ", ".join(str(pane.number) for pane in held)
         self.view.say(f"worker {name} is killed (kill -9); it held the jobs {numbers}")
         self.board.stage = f"{name} is dead; its jobs go on once its lease of {LEASE_S:.0f} s ends"
@@ -172,6 +173,8 @@ def main() -> int:
 
 def show(plain: bool, max_tokens: int) -> int:
     console = Console()
+    if not console.is_terminal:
+        console.width = 110
     board = Board([Pane(number, question) for number, question in enumerate(QUESTIONS, 1)])
     options = ("--max-batch", str(SLOTS), "--lease-s", str(LEASE_S))
     model = demo_model()

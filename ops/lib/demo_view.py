@@ -159,9 +159,10 @@ class PlainView:
         print(f"{time.monotonic() - self.started:6.1f} s  {news}", flush=True)
 
     def streamed(self, pane: Pane) -> None:
-        """Writes what the pane has gained, once that is a line long or the job has ended."""
+        """Writes what the pane has gained: a line at a time, and all of it at a pause or the end."""
         new = pane.text[self.shown.get(pane.number, 0) :]
-        if len(new) < self.PIECE and not (pane.ended and new):
+        whole = pane.ended or pane.state == "worker lost"
+        if len(new) < self.PIECE and not (whole and new):
             return
         self.shown[pane.number] = len(pane.text)
         where = pane.workers[-1] if pane.workers else "-"
