@@ -159,7 +159,7 @@ class PlainView:
         print(f"{time.monotonic() - self.started:6.1f} s  {news}", flush=True)
 
     def streamed(self, pane: Pane) -> None:
-        """Writes what the pane has gained: a line at a time, and all of it at a pause or the end."""
+        """Writes what the pane has gained: a line at a time, all of it at a pause or the end."""
         new = pane.text[self.shown.get(pane.number, 0) :]
         whole = pane.ended or pane.state == "worker lost"
         if len(new) < self.PIECE and not (whole and new):
