@@ -60,7 +60,7 @@ ZOMBIES = replace(
     pause=0.015,
     cut=0.008,
     kill=0.004,
-    group_lost=0.001,
+    group_lost=0.003,
     lease_ms=(15, 60),
 )
 ABORTS = Mix(lost_reply=0.05, late=0.04, abort=0.8, deadline=0.3, pause=0.004, give_up=0.3, cap=4)
@@ -79,7 +79,7 @@ STORM = replace(
     drain=0.006,
     engine_dies=0.002,
     no_room=0.05,
-    group_lost=0.001,
+    group_lost=0.003,
     stray=0.003,
     tampered=0.002,
     bad=0.05,

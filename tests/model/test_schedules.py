@@ -24,10 +24,10 @@ FIRST_SEED = int(os.environ.get("MLXQ_MODEL_SEED", "0"))
 CHUNKS = 10
 HANG_S = 120 + 2 * SCHEDULES
 
-# What 30 schedules cannot well miss: else they would prove less than they seem to.
+# What 30 schedules meet many times: without it they would prove less than they seem to.
 FAULTS = {"request lost", "reply lost", "late", "kill", "pause", "cut", "drain", "engine_dies"}
 FAULTS |= {"group_lost", "reader_cut", "reader_drop", "reader_twice", "reader_restart"}
-ENDS = {"length", "aborted", "deadline_exceeded", "worker_lost", "bad_request"}
+ENDS = {"length", "aborted", "worker_lost"}
 
 
 @pytest.fixture
