@@ -119,6 +119,9 @@ class Locator:
                     found = await self._ask_node(node)
             except (RedisError, OSError, TimeoutError) as error:
                 trouble = f"{node.host}:{node.port}: {error or 'no answer'}"
+                # Asked last from now on: the caller's time may end before the list does.
+                self._nodes.remove(node)
+                self._nodes.append(node)
                 continue
             if found is not None:
                 self._prefer(node)

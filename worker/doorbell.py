@@ -18,7 +18,7 @@ class Doorbell:
     """
 
     def __init__(self, url: str, key: str, on_ring: Callable[[], None]) -> None:
-        self._client = connect(url, key, timeout_s=BLOCK_MS / 1000 + 5)
+        self._client = connect(url, key)
         self._key = key
         self._on_ring = on_ring
 
@@ -29,7 +29,8 @@ class Doorbell:
         try:
             while True:
                 try:
-                    reply: Any = await self._client.xread({self._key: last}, block=BLOCK_MS)
+                    async with asyncio.timeout(BLOCK_MS / 1000 + 5):
+                        reply: Any = await self._client.xread({self._key: last}, block=BLOCK_MS)
                 except UNANSWERED:
                     await self._client.connection_pool.disconnect()
                     await backoff.pause()

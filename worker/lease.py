@@ -68,8 +68,7 @@ class LeaseThread(threading.Thread):
 
     async def _beat_in_turn(self) -> None:
         config = self._config
-        timeout_s = max(0.25, config.lease_s / 4)
-        client = connect(config.redis_url, self._scripts.keys.bell, timeout_s=timeout_s)
+        client = connect(config.redis_url, self._scripts.keys.bell)
         try:
             while not self._stopping:
                 stalled_s = self._stalled_s()
@@ -93,7 +92,8 @@ class LeaseThread(threading.Thread):
         held = tuple(self.held)
         asked_s = now_s()
         try:
-            statuses = await run(client, self._scripts.beat(self._config.owner, held))
+            async with asyncio.timeout(max(0.25, self._config.lease_s / 4)):
+                statuses = await run(client, self._scripts.beat(self._config.owner, held))
         except UNANSWERED as error:
             _log.debug("beat_unanswered", error=describe(error))
             await client.connection_pool.disconnect()

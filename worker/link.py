@@ -20,23 +20,27 @@ from mlxq.worker.clock import now_s
 
 T = TypeVar("T")
 
+CONNECT_TIMEOUT_S = 5.0
+
 # What leaves it open whether a request ran: a cut, a timeout or an error reply of any kind.
 UNANSWERED = (RedisError, OSError, TimeoutError)
 
 _log = structlog.get_logger()
 
 
-def connect(url: str, key: str, *, timeout_s: float) -> AsyncRedis:
+def connect(url: str, key: str) -> AsyncRedis:
     """A client for the server of `key`, in any deployment that `protocol.servers` knows.
 
-    It never repeats a command by itself and gives one up after `timeout_s`.
+    It never repeats a command by itself and has no timeout: put `asyncio.timeout` around what it
+    is asked. redis-py's own would use asyncio.wait_for, which on Python 3.11 may swallow the
+    cancellation of a task that is just sending.
     """
     options = connection_options(url, key)
     options |= {
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": min(timeout_s, 5.0),
+        "socket_timeout": None,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
     }
     return AsyncRedis.from_pool(ConnectionPool(max_connections=8, **options))
 
@@ -65,7 +69,8 @@ class Link:
         self, url: str, key: str, *, timeout_s: float, on_back: Callable[[float], None]
     ) -> None:
         """`on_back` is told how many seconds the server of `key` was away, once it answers."""
-        self.client = connect(url, key, timeout_s=timeout_s)
+        self.client = connect(url, key)
+        self._timeout_s = timeout_s
         self._on_back = on_back
         self._answered_s = now_s()
         self.down = False
@@ -73,7 +78,8 @@ class Link:
     async def once(self, request: Callable[[], Awaitable[T]]) -> T:
         """Runs a request once. Raises one of UNANSWERED if no answer came."""
         try:
-            answer = await request()
+            async with asyncio.timeout(self._timeout_s):
+                answer = await request()
         except UNANSWERED as error:
             await self.lost(error)
             raise

@@ -27,10 +27,16 @@ from mlxq.worker.tasks import cancel_all, first_of, post
 _log = structlog.get_logger()
 
 
-async def serve(config: Config, load: Callable[[], Batch], orders: Orders) -> int:
+async def serve(
+    config: Config,
+    load: Callable[[], Batch],
+    orders: Orders,
+    load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
+) -> int:
     """Runs one worker until it is drained or its engine dies. Returns the exit code.
 
-    `load` makes the batch; it is called on the engine thread.
+    load            makes the batch; it is called on the engine thread
+    load_tokenizer  makes the tokenizer of a model's folder; it is called on the loop thread
     """
     loop = asyncio.get_running_loop()
     steps: asyncio.Queue[list[Output]] = asyncio.Queue()
@@ -43,7 +49,7 @@ async def serve(config: Config, load: Callable[[], Batch], orders: Orders) -> in
     try:
         info = await _loaded(engine, orders)
         if info is not None:
-            worker = Worker(config, info, engine, Tokenizer.load(info.path), orders)
+            worker = Worker(config, info, engine, load_tokenizer(info.path), orders)
             await worker.run(steps)
     finally:
         engine.stop()
