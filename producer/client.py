@@ -7,19 +7,21 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
 from redis.asyncio import Redis
 
-from mlxq.producer.connections import Connections
-from mlxq.producer.hub import Feed, Hub
+from mlxq.producer.dead import DeadLetters
+from mlxq.producer.hub import Feed
 from mlxq.producer.job import JobHandle
-from mlxq.producer.status import Status, read_status
+from mlxq.producer.shard import Shard
+from mlxq.producer.status import Status, merge, read_status
 from mlxq.protocol.errors import BadRequest, MlxqError, QueueFull, ServerUnreachable, TooLarge
 from mlxq.protocol.jobs import Job, Message, encode_job
-from mlxq.protocol.keys import LANES, Keys, Lane, check_job_id
-from mlxq.protocol.scripts import Call, Enqueued, PublishCommand, Scripts, run
+from mlxq.protocol.keys import LANES, Lane, check_job_id, shard_names, shard_of
+from mlxq.protocol.scripts import Call, Enqueued, PublishCommand, run
 from mlxq.protocol.servers import publish_command
 
 log = logging.getLogger("mlxq.producer")
@@ -35,12 +37,13 @@ class Producer:
     async context manager, or end with `aclose`; what is read from it then raises MlxqError.
 
     url             of one server, of Sentinels or of a cluster: see protocol/servers.py
+    shards          over how many names the queue is split; the same for all of a deployment
     publish         SPUBLISH for sharded channels; None: as the URL asks for
-    cap             most jobs, queued and running, that the queue may hold; 0: no limit
+    cap             most jobs, queued and running, that a shard may hold; 0: no limit
     retention_s     how long a finished job is kept; replay_s: how long its transcript is
     max_bytes       largest encoded job
     submit_timeout_s  how long a submit or an abort is tried before ServerUnreachable
-    max_connections most connections for commands; the subscription has one of its own
+    max_connections most connections for commands a shard; its subscription has one of its own
     socket_timeout_s  how long one command waits for its reply
     buffer          most live messages held for one reader; beyond, it rereads the transcript
     """
@@ -50,6 +53,7 @@ class Producer:
         url: str,
         queue: str = "default",
         *,
+        shards: int = 1,
         publish: PublishCommand | None = None,
         cap: int = 10_000,
         retention_s: float = 3_600.0,
@@ -60,21 +64,20 @@ class Producer:
         socket_timeout_s: float = 5.0,
         buffer: int = 1_024,
     ) -> None:
-        self._keys = Keys(queue)
-        publish = publish or publish_command(url)
-        self._scripts = Scripts(self._keys, publish)
-        self._connections = Connections(
-            url,
-            self._keys.bell,
-            max_connections=max_connections,
-            socket_timeout_s=socket_timeout_s,
-        )
-        self._hub = Hub(
-            self._connections.subscription,
-            self._keys.keepalive,
-            sharded=publish == "SPUBLISH",
-            buffer=buffer,
-        )
+        if shards < 1:
+            raise BadRequest(f"shards must be at least 1, not {shards}")
+        self._queue = queue
+        self._shards = [
+            Shard(
+                url,
+                name,
+                publish or publish_command(url),
+                max_connections=max_connections,
+                socket_timeout_s=socket_timeout_s,
+                buffer=buffer,
+            )
+            for name in shard_names(queue, shards)
+        ]
         self._cap = cap
         self._retention_ms = _milliseconds("retention_s", retention_s)
         self._replay_ms = _milliseconds("replay_s", replay_s)
@@ -83,7 +86,7 @@ class Producer:
         self._withdrawals: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"Producer(queue={self._keys.queue!r})"
+        return f"Producer(queue={self._queue!r})"
 
     async def __aenter__(self) -> Self:
         return self
@@ -100,8 +103,8 @@ class Producer:
         """Closes the connections; jobs go on. May be called again."""
         if self._withdrawals:
             await asyncio.wait(self._withdrawals, timeout=CLOSE_S)
-        await self._hub.aclose()
-        await self._connections.aclose()
+        for shard in self._shards:
+            await shard.aclose()
 
     async def submit(
         self,
@@ -155,7 +158,8 @@ class Producer:
         if priority not in LANES:
             raise BadRequest(f"priority must be high, normal or low, not {priority!r}")
         job_id = uuid.uuid4().hex if job_id is None else check_job_id(job_id)
-        call = self._scripts.enqueue(
+        shard = self._shard(job_id)
+        call = shard.scripts.enqueue(
             job_id,
             self._encode(job),
             lane=priority,
@@ -165,11 +169,11 @@ class Producer:
             replay_ms=self._replay_ms,
             max_bytes=self._max_bytes,
         )
-        feed = self._hub.join(self._keys.live(job_id))
+        feed = shard.hub.join(shard.keys.live(job_id))
         try:
-            await self._enqueue(job_id, call, feed)
+            await self._enqueue(shard, job_id, call, feed)
         except BaseException:
-            self._hub.leave(feed)
+            shard.hub.leave(feed)
             raise
         return self._handle(job_id, feed)
 
@@ -186,20 +190,31 @@ class Producer:
         async def ping(client: Redis) -> None:
             await client.ping()
 
-        await self._connections.ask(ping, allowed_s=self._timeout_s)
+        for shard in self._shards:
+            await shard.connections.ask(ping, allowed_s=self._timeout_s)
 
     async def status(self) -> Status:
         """The workers of the queue and how many jobs it holds. Raises ServerUnreachable."""
-        return await self._connections.ask(
-            lambda client: read_status(client, self._keys), allowed_s=self._timeout_s
-        )
+        found = [
+            await shard.connections.ask(
+                partial(read_status, keys=shard.keys), allowed_s=self._timeout_s
+            )
+            for shard in self._shards
+        ]
+        return merge(self._queue, found)
+
+    @property
+    def dead(self) -> DeadLetters:
+        """The jobs that were given up."""
+        return DeadLetters(self._shards, timeout_s=self._timeout_s)
+
+    def _shard(self, job_id: str) -> Shard:
+        return self._shards[shard_of(job_id, len(self._shards))]
 
     def _handle(self, job_id: str, feed: Feed | None = None) -> JobHandle:
         return JobHandle(
             job_id,
-            self._scripts,
-            self._connections,
-            self._hub,
+            self._shard(job_id),
             timeout_s=self._timeout_s,
             feed=feed,
         )
@@ -210,7 +225,7 @@ class Producer:
             raise TooLarge(f"the job has {len(spec):,} bytes; {self._max_bytes:,} are allowed")
         return spec
 
-    async def _enqueue(self, job_id: str, call: Call[Enqueued], feed: Feed) -> None:
+    async def _enqueue(self, shard: Shard, job_id: str, call: Call[Enqueued], feed: Feed) -> None:
         """Subscribed and acknowledged first, so that no event can be missed, then ENQUEUE."""
         now = asyncio.get_running_loop().time
         deadline = now() + self._timeout_s
@@ -218,7 +233,7 @@ class Producer:
             async with asyncio.timeout_at(deadline):
                 await feed.subscribed()
         except TimeoutError:
-            raise ServerUnreachable(f"not subscribed in time: {self._hub.trouble}") from None
+            raise ServerUnreachable(f"not subscribed in time: {shard.hub.trouble}") from None
         tries = 0
 
         async def enqueue(client: Redis) -> Enqueued:
@@ -227,7 +242,7 @@ class Producer:
             return await run(client, call)
 
         try:
-            reply = await self._connections.ask(enqueue, allowed_s=deadline - now())
+            reply = await shard.connections.ask(enqueue, allowed_s=deadline - now())
         except (ServerUnreachable, asyncio.CancelledError):
             self._withdraw(job_id)
             raise

@@ -6,32 +6,33 @@ Exit codes: 0 the job is done, 1 a failure (one line on stderr), 2 bad usage, 13
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
-from collections.abc import Callable, Coroutine
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.live import Live
 
-from mlxq.producer.client import Producer
+from mlxq.producer import dead_commands
 from mlxq.producer.job import JobHandle
+from mlxq.producer.options import (
+    DEFAULT_URL,
+    AsJson,
+    JobId,
+    Queue,
+    RedisUrl,
+    Shards,
+    console,
+    open_producer,
+    run,
+)
 from mlxq.producer.stream import START
-from mlxq.protocol.errors import BadRequest, JobFailed, MlxqError, TranscriptExpired
+from mlxq.protocol.errors import JobFailed, MlxqError, TranscriptExpired
 from mlxq.protocol.events import Done, EventId, Failed, Token, encode_event
 from mlxq.protocol.keys import Lane
 
-TIMEOUT_S = 10.0
-
-RedisUrl = Annotated[
-    str, typer.Option("--redis", envvar="MLXQ_REDIS_URL", metavar="URL", help="Redis server.")
-]
-Queue = Annotated[str, typer.Option("--queue", envvar="MLXQ_QUEUE", metavar="Q", help="Queue.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line per event.")]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="Job id.")]
-
-DEFAULT_URL = "redis://localhost:6379"
+WATCH_S = 1.0
 
 app = typer.Typer(
     name="mlxq",
@@ -56,6 +57,7 @@ def submit(
     as_json: AsJson = False,
     url: RedisUrl = DEFAULT_URL,
     queue: Queue = "default",
+    shards: Shards = 1,
 ) -> None:
     """Submit TEXT and print the answer as it comes. Ctrl-C aborts the job."""
     if text == "-":
@@ -64,7 +66,7 @@ def submit(
     prompt = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
 
     async def action() -> int:
-        async with _open(url, queue) as producer:
+        async with open_producer(url, queue, shards) as producer:
             job = await producer.submit(
                 **prompt,
                 max_tokens=max_tokens,
@@ -83,7 +85,7 @@ def submit(
                 await job.abort()
                 raise
 
-    _run(action)
+    run(action)
 
 
 @app.command()
@@ -93,51 +95,57 @@ def follow(
     as_json: AsJson = False,
     url: RedisUrl = DEFAULT_URL,
     queue: Queue = "default",
+    shards: Shards = 1,
 ) -> None:
     """Print the output of a job, from its start or a cursor. Ctrl-C leaves the job running."""
 
     async def action() -> int:
-        async with _open(url, queue) as producer:
+        async with open_producer(url, queue, shards) as producer:
             await producer.ping()
             return await _show(producer.attach(job_id), EventId.parse(after), as_json)
 
-    _run(action)
+    run(action)
 
 
 @app.command()
-def abort(job_id: JobId, url: RedisUrl = DEFAULT_URL, queue: Queue = "default") -> None:
+def abort(
+    job_id: JobId, url: RedisUrl = DEFAULT_URL, queue: Queue = "default", shards: Shards = 1
+) -> None:
     """End a job, queued or running. Prints aborted, finished, unknown or requested."""
 
     async def action() -> int:
-        async with _open(url, queue) as producer:
+        async with open_producer(url, queue, shards) as producer:
             print(await producer.attach(job_id).abort())
         return 0
 
-    _run(action)
+    run(action)
 
 
 @app.command()
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Redraw until Ctrl-C.")] = False,
     url: RedisUrl = DEFAULT_URL,
     queue: Queue = "default",
+    shards: Shards = 1,
 ) -> None:
-    """Show the workers of a queue and how many jobs it holds."""
+    """Show the workers of a queue, how many jobs it holds and how long they wait."""
+    from mlxq.producer.status_view import render
 
     async def action() -> int:
-        async with _open(url, queue) as producer:
-            found = await producer.status()
-        print(msgspec.json.encode(found).decode() if as_json else found.table())
+        async with open_producer(url, queue, shards) as producer:
+            if as_json:
+                print(msgspec.json.encode(await producer.status()).decode())
+            elif not watch:
+                console().print(render(await producer.status()))
+            else:
+                with Live(render(await producer.status()), auto_refresh=False) as live:
+                    while True:
+                        await asyncio.sleep(WATCH_S)
+                        live.update(render(await producer.status()), refresh=True)
         return 0
 
-    _run(action)
-
-
-def _open(url: str, queue: str) -> Producer:
-    try:
-        return Producer(url, queue, submit_timeout_s=TIMEOUT_S)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    run(action)
 
 
 async def _show(job: JobHandle, after: EventId, as_json: bool) -> int:
@@ -168,23 +176,10 @@ async def _show(job: JobHandle, after: EventId, as_json: bool) -> int:
     return 0
 
 
-def _run(action: Callable[[], Coroutine[Any, Any, int]]) -> None:
-    # A failure is told in one line; what was overcome on the way is not.
-    logging.getLogger("mlxq").addHandler(logging.NullHandler())
-    try:
-        code = asyncio.run(action())
-    except KeyboardInterrupt:
-        code = 130
-    except MlxqError as error:
-        print(f"mlxq: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, BadRequest) else 1
-    raise typer.Exit(code)
-
-
 def _register(entry: EntryPoint) -> None:
     """Adds a command of another part. It is imported only when it is used."""
 
-    def run(context: typer.Context) -> None:
+    def forward(context: typer.Context) -> None:
         try:
             command = entry.load()
         except ImportError as error:
@@ -203,8 +198,9 @@ def _register(entry: EntryPoint) -> None:
         help=f"See: mlxq {entry.name} --help",
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(run)
+    )(forward)
 
 
+app.add_typer(dead_commands.app, name="dead")
 for _entry in entry_points(group="mlxq.commands"):
     _register(_entry)

@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from mlxq.producer.connections import Connections
-from mlxq.producer.hub import Feed, Hub
+from mlxq.producer.hub import Feed
+from mlxq.producer.shard import Shard
 from mlxq.producer.stream import START, TERMINAL, Stream
 from mlxq.protocol import events as wire
 from mlxq.protocol.errors import JobFailed, TranscriptExpired, UnknownJob
 from mlxq.protocol.events import Done, Event, EventId, Failed, Terminal, Token
-from mlxq.protocol.scripts import Scripts, run
+from mlxq.protocol.scripts import run
 
 AbortOutcome = Literal["aborted", "finished", "unknown", "requested"]
 
@@ -49,18 +49,16 @@ class JobHandle:
     def __init__(
         self,
         job_id: str,
-        scripts: Scripts,
-        connections: Connections,
-        hub: Hub,
+        shard: Shard,
         *,
         timeout_s: float,
         feed: Feed | None = None,
     ) -> None:
         self.id = job_id
-        self._scripts = scripts
-        self._keys = scripts.keys
-        self._connections = connections
-        self._hub = hub
+        self._scripts = shard.scripts
+        self._keys = shard.keys
+        self._connections = shard.connections
+        self._hub = shard.hub
         self._timeout_s = timeout_s
         self._feed = feed
         if feed is not None:

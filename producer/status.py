@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
-from mlxq.protocol.keys import LANES, Keys, Lane
-
-HEADINGS = ("WORKER", "MODEL", "RUNNING", "TOK/S", "HOST", "PID", "VERSION", "SEEN")
+from mlxq.protocol.keys import GROUP, LANES, Keys, Lane
 
 
 class WorkerStatus(Struct, frozen=True):
-    """The `worker:NAME` hash; fields that a worker did not write are empty or 0."""
+    """The `worker:OWNER` hash; fields that a worker did not write are empty or 0."""
 
     name: str
     owner: str = ""
@@ -25,61 +25,86 @@ class WorkerStatus(Struct, frozen=True):
     slots: int = 0
     running: int = 0
     tokens_per_s: float = 0.0
+    jobs_per_s: float = 0.0
     seen_ms: int = 0
 
 
 class Status(Struct, frozen=True):
-    """One queue at `now_ms` of the server's clock. `jobs`: queued and running, by lane."""
+    """One queue at `now_ms` of the server's clock.
+
+    jobs        queued and running, by lane
+    waiting     those of them that no worker holds
+    oldest_s    how long the first of those has waited; 0 if none waits
+    """
 
     queue: str
     now_ms: int
     jobs: dict[Lane, int]
+    waiting: int
+    oldest_s: float
     dead: int
     workers: list[WorkerStatus]
 
-    def table(self) -> str:
-        """Text for a terminal."""
-        jobs = "  ".join(f"{lane} {self.jobs[lane]}" for lane in LANES)
-        lines = [f"queue {self.queue}: {jobs}  (queued + running)  dead {self.dead}"]
-        if not self.workers:
-            return "\n".join([*lines, "no workers"])
-        rows: list[tuple[str, ...]] = [HEADINGS]
-        rows += [self._row(worker) for worker in self.workers]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
-
-    def _row(self, worker: WorkerStatus) -> tuple[str, ...]:
-        seen = f"{max(0, self.now_ms - worker.seen_ms) / 1000:.0f} s ago" if worker.seen_ms else "-"
-        return (
-            worker.name,
-            worker.model or "-",
-            f"{worker.running}/{worker.slots}",
-            f"{worker.tokens_per_s:.1f}",
-            worker.host or "-",
-            str(worker.pid or "-"),
-            worker.version or "-",
-            seen,
-        )
+    @property
+    def estimated_wait_s(self) -> float | None:
+        """Seconds until a job submitted now begins, at the present rate; None: nothing moves."""
+        free = sum(worker.slots - worker.running for worker in self.workers)
+        if self.workers and self.waiting < free:
+            return 0.0
+        rate = sum(worker.jobs_per_s for worker in self.workers)
+        return (self.waiting + 1) / rate if rate > 0 else None
 
 
 async def read_status(client: Redis, keys: Keys) -> Status:
-    """Reads the queue's state. It scans the database for the workers' hashes."""
+    """Reads the state of one shard. It scans the database for the workers' hashes."""
     seconds, microseconds = await client.time()
+    now_ms = seconds * 1_000 + microseconds // 1_000
     prefix = keys.worker("")
     workers = [
         _worker(key.decode().removeprefix(prefix), await client.hgetall(key))
         async for key in client.scan_iter(match=f"{prefix}*", count=1_000)
     ]
+    lanes = [await _read_lane(client, keys.lane(lane)) for lane in LANES]
+    oldest_ms = min((since for _, _, since in lanes if since), default=now_ms)
     return Status(
         queue=keys.queue,
-        now_ms=seconds * 1_000 + microseconds // 1_000,
-        jobs={lane: await client.xlen(keys.lane(lane)) for lane in LANES},
+        now_ms=now_ms,
+        jobs={lane: length for lane, (length, _, _) in zip(LANES, lanes, strict=True)},
+        waiting=sum(waiting for _, waiting, _ in lanes),
+        oldest_s=max(0, now_ms - oldest_ms) / 1_000,
         dead=await client.xlen(keys.dead),
         workers=sorted(workers, key=lambda worker: worker.name),
     )
+
+
+def merge(queue: str, shards: Sequence[Status]) -> Status:
+    """One status of all shards; a worker serves all of them and is in each."""
+    workers = {worker.owner or worker.name: worker for shard in shards for worker in shard.workers}
+    return Status(
+        queue=queue,
+        now_ms=max(shard.now_ms for shard in shards),
+        jobs={lane: sum(shard.jobs[lane] for shard in shards) for lane in LANES},
+        waiting=sum(shard.waiting for shard in shards),
+        oldest_s=max(shard.oldest_s for shard in shards),
+        dead=sum(shard.dead for shard in shards),
+        workers=sorted(workers.values(), key=lambda worker: worker.name),
+    )
+
+
+async def _read_lane(client: Redis, lane: str) -> tuple[int, int, int]:
+    """Entries, those that nobody holds, and since when (ms) the first of these waits (0: none)."""
+    length: int = await client.xlen(lane)
+    delivered, pending = "-", 0
+    try:
+        groups: Any = await client.xinfo_groups(lane)
+    except ResponseError:  # no such lane yet
+        groups = []
+    for group in groups:
+        if group["name"] == GROUP.encode():
+            delivered, pending = f"({group['last-delivered-id'].decode()}", group["pending"]
+    first: Any = await client.xrange(lane, delivered, "+", count=1)
+    since = int(first[0][0].partition(b"-")[0]) if first else 0
+    return length, max(0, length - pending), since
 
 
 def _worker(name: str, fields: dict[Any, Any]) -> WorkerStatus:

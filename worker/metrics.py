@@ -25,6 +25,7 @@ class Metrics(Collector):
         self.running = 0
         self.waiting: dict[str, int] = {}  # by shard
         self.tokens = 0
+        self.jobs = 0
         self.prompt_tokens = 0
         self._kv_bytes = kv_bytes
         self.registry.register(self)
@@ -98,3 +99,4 @@ class Metrics(Collector):
         """`how`: done, failed, aborted, expired, fenced, superseded, broken, gap, or why the job
         was released."""
         self._ended.labels(how).inc()
+        self.jobs += how in ("done", "failed", "aborted", "expired")

@@ -38,7 +38,8 @@ class Presence:
         self._metrics = metrics
         self._keys = scripts.keys
         self._key = scripts.keys.worker(config.owner)
-        self._seen = (now_s(), metrics.tokens)
+        self._tokens = Rate(PRESENCE_INTERVAL_S)
+        self._jobs = Rate(15 * PRESENCE_INTERVAL_S)
         self._fixed: dict[Any, Any] = {
             "name": config.name,
             "owner": config.owner,
@@ -70,7 +71,8 @@ class Presence:
         fields = {
             **self._fixed,
             "running": self._slots.occupied,
-            "tokens_per_s": f"{self._rate():.1f}",
+            "tokens_per_s": f"{self._tokens.per_s(self._metrics.tokens):.1f}",
+            "jobs_per_s": f"{self._jobs.per_s(self._metrics.jobs):.3f}",
             "seen_ms": seconds * 1000 + microseconds // 1000,
         }
         pipeline = self._link.client.pipeline(transaction=True)
@@ -91,8 +93,20 @@ class Presence:
         held_or_waiting: int = sum(replies[::2])
         return max(0, held_or_waiting - pending)
 
-    def _rate(self) -> float:
-        """Tokens per second since the last time."""
-        (then_s, then_tokens), self._seen = self._seen, (now_s(), self._metrics.tokens)
-        elapsed_s = self._seen[0] - then_s
-        return (self._seen[1] - then_tokens) / elapsed_s if elapsed_s > 0.1 else 0.0
+
+class Rate:
+    """How fast a counter grows, smoothed over about `window_s`."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._seen_s = now_s()
+        self._count = 0
+        self._rate = 0.0
+
+    def per_s(self, count: int) -> float:
+        """The rate, given what the counter says now."""
+        elapsed_s = max(1e-3, now_s() - self._seen_s)
+        share = min(1.0, elapsed_s / self._window_s)
+        self._rate += share * ((count - self._count) / elapsed_s - self._rate)
+        self._seen_s, self._count = now_s(), count
+        return self._rate

@@ -55,15 +55,15 @@ local function is_dead(job)
 end
 
 local function bury(job, last_owner)
+  local reason = string.format('given up: %d workers crashed with it', job.crashes)
+  if job.silent >= MAX_SILENT then
+    reason = string.format('given up: %d workers took it and never began', job.silent)
+  end
   write_first()
   redis.call('XADD', tag .. ':dead', 'MAXLEN', '~', 1000, '*', 'id', job.id,
     'spec', redis.call('HGET', job_key(job.id), 'spec'),
-    'crashes', job.crashes, 'strikes', job.strikes, 'owner', last_owner)
-  local cause = string.format('%d workers crashed with it', job.crashes)
-  if job.silent >= MAX_SILENT then
-    cause = string.format('%d workers took it and never began', job.silent)
-  end
-  close_failed(job, 'worker_lost', 'given up: ' .. cause, false)
+    'crashes', job.crashes, 'strikes', job.strikes, 'owner', last_owner, 'reason', reason)
+  close_failed(job, 'worker_lost', reason, false)
 end
 
 -- Decides about one entry. kind: lapsed (idle for our lease or offered), new (just delivered to

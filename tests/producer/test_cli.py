@@ -237,16 +237,18 @@ async def test_status(shell: Shell, producer: Producer, client: Redis, keys: Key
     await client.xadd(keys.dead, {"id": "a"})
     seconds, _ = await client.time()
     full: Any = {"name": "mac1", "owner": "mac1.abc", "model": "smol", "slots": 16, "running": 3}
+    full |= {"jobs_per_s": "0.5"}
     full |= {"tokens_per_s": "41.25", "version": "0.1.0", "host": "attic", "pid": 77}
     await client.hset(keys.worker("mac1"), mapping={**full, "seen_ms": (seconds - 5) * 1000})
     await client.hset(keys.worker("mac2"), mapping={"slots": "many", "mood": "fine"})
     code, out, err = await shell.run("status")
     assert (code, err) == (0, "")
-    head, columns, first, second = out.splitlines()
-    assert head == f"queue {keys.queue}: high 1  normal 2  low 0  (queued + running)  dead 1"
-    assert columns.split() == "WORKER MODEL RUNNING TOK/S HOST PID VERSION SEEN".split()
-    assert first.split()[:7] == ["mac1", "smol", "3/16", "41.2", "attic", "77", "0.1.0"]
-    assert second.split() == ["mac2", "-", "0/0", "0.0", "-", "-", "-", "-"]
+    head, waiting, columns, first, second = (line.rstrip() for line in out.splitlines())
+    assert head == f"queue {keys.queue}: high 1  normal 2  low 0 (queued + running), dead 1"
+    assert waiting.startswith("waiting 3, oldest ") and waiting.endswith("estimated wait 0.0 s")
+    assert columns.split() == "worker model slots tok/s jobs/s host pid version seen".split()
+    assert first.split()[:8] == ["mac1", "smol", "3/16", "41.2", "0.50", "attic", "77", "0.1.0"]
+    assert second.split() == ["mac2", "-", "0/0", "0.0", "0.00", "-", "-", "-", "-"]
     code, out, _ = await shell.run("status", "--json")
     status = json.loads(out)
     assert status["jobs"] == {"high": 1, "normal": 2, "low": 0}

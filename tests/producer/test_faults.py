@@ -170,7 +170,7 @@ async def test_a_buffer_that_overflows_is_dropped_and_reread(
         await hand.start()
         events = job.events()
         await anext(events)
-        (feed,) = producer._hub._feeds[keys.live(job.id)]
+        (feed,) = producer._shards[0].hub._feeds[keys.live(job.id)]
         for _ in range(3):
             await hand.say(*"01234567")
             await until(lambda: feed._dirty)

@@ -142,6 +142,7 @@ async def test_three_crashes_two_of_them_in_a_row_without_a_token(wire: Wire) ->
     }
     [(_, dead)] = await wire.client.xrange(wire.keys.dead)
     assert dead == {
+        b"reason": b"given up: 3 workers crashed with it",
         b"id": b"a",
         b"spec": SPEC,
         b"crashes": b"3",

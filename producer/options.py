@@ -1,0 +1,56 @@
+"""What all commands of `mlxq` share: flags, the producer they use, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mlxq.producer.client import Producer
+from mlxq.protocol.errors import BadRequest, MlxqError
+
+TIMEOUT_S = 10.0
+
+RedisUrl = Annotated[
+    str, typer.Option("--redis", envvar="MLXQ_REDIS_URL", metavar="URL", help="Redis server.")
+]
+Queue = Annotated[str, typer.Option("--queue", envvar="MLXQ_QUEUE", metavar="Q", help="Queue.")]
+Shards = Annotated[
+    int, typer.Option("--shards", envvar="MLXQ_SHARDS", help="Parts the queue is split into.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line per event.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="Job id.")]
+
+DEFAULT_URL = "redis://localhost:6379"
+
+
+def open_producer(url: str, queue: str, shards: int = 1) -> Producer:
+    """A producer that gives up sooner than a program would. Raises BadRequest for a bad URL."""
+    try:
+        return Producer(url, queue, shards=shards, submit_timeout_s=TIMEOUT_S)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+def console() -> Console:
+    """For tables: as wide as the terminal, and wide enough for one line a row in a file."""
+    return Console(width=None if sys.stdout.isatty() else 240)
+
+
+def run(action: Callable[[], Coroutine[Any, Any, int]]) -> None:
+    """Runs a command and ends the process with its exit code."""
+    # A failure is told in one line; what was overcome on the way is not.
+    logging.getLogger("mlxq").addHandler(logging.NullHandler())
+    try:
+        code = asyncio.run(action())
+    except KeyboardInterrupt:
+        code = 130
+    except MlxqError as error:
+        print(f"mlxq: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, BadRequest) else 1
+    raise typer.Exit(code)
