@@ -4,8 +4,9 @@
     redis+sentinel://HOST:PORT[,HOST:PORT…]/MASTER[/DB]      the present master of that name
     redis+cluster://HOST:PORT[,HOST:PORT…]                   the node that owns the queue's slot
 
-USER:PASSWORD@ goes in front of the hosts; `rediss+…` uses TLS. Sentinels with a password of their
-own take `?sentinel_username=…&sentinel_password=…`.
+USER:PASSWORD@ goes in front of the hosts, with / ? # @ written as %2F %3F %23 %40. `rediss…` uses
+TLS, with redis-py's options such as `?ssl_ca_certs=PATH`. Sentinels with a password of their own
+take `?sentinel_username=…&sentinel_password=…`.
 
 All keys of a queue are in one slot, so a cluster is, for one queue, one server that can move. So
 is a master behind Sentinel: both are looked up anew for every new connection, and an error that
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -41,6 +43,9 @@ _URL = re.compile(
     r"(?P<base>rediss?)\+(?P<kind>sentinel|cluster)://(?P<user>[^@/]*@)?(?P<hosts>[^/?@]+)"
     r"(?:/(?P<path>[^?]*))?(?P<query>\?.*)?"
 )
+# A / ? or # in a password ends it for a URL parser: the rest would pass for a path, and what is
+# in front of it for a host, which errors name.
+_CUT_PASSWORD = re.compile(r"rediss?(\+\w+)?://[^/?#]*[/?#].*@")
 _HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:]+)(?::(?P<port>\d{1,5}))?")
 
 
@@ -68,32 +73,58 @@ def connection_options(url: str, key: str) -> dict[str, Any]:
 
     Raises ValueError, without a part of the URL that may be secret.
     """
+    if _CUT_PASSWORD.match(url):
+        raise ValueError("bad Redis URL: write / ? # @ in a password as %2F %3F %23 %40")
     match = _URL.fullmatch(url)
     if match is None:
-        try:
-            return dict(parse_url(url))
-        except ValueError:
-            raise ValueError(
-                "bad Redis URL: expected redis://, rediss://, unix://, redis+sentinel:// or "
-                "redis+cluster://"
-            ) from None
+        options = _parsed(url)
+        _check(options)
+        return options
     nodes = [_address(host) for host in match["hosts"].split(",")]
     path, _, database = (match["path"] or "").partition("/")
     base = f"{match['base']}://{match['user'] or ''}{nodes[0].host}/{database}"
-    options = dict(parse_url(base + (match["query"] or "")))
+    options = _parsed(base + (match["query"] or ""))
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     tls = match["base"] == "rediss"
+    certificates = {name: value for name, value in options.items() if name.startswith("ssl_")}
     options["connection_class"] = LocatedSSLConnection if tls else LocatedConnection
     if match["kind"] == "sentinel":
         if not path:
             raise ValueError("bad Redis URL: expected the master's name behind the sentinels")
-        options["locator"] = SentinelLocator(nodes, {**own, "ssl": tls}, unquote(path))
+        login = {**own, "ssl": tls, **certificates}
+        options["locator"] = SentinelLocator(nodes, login, unquote(path))
     else:
         if path or database:
             raise ValueError("bad Redis URL: a cluster has no databases")
         login = {name: options.get(name) for name in ("username", "password")}
-        options["locator"] = ClusterLocator(nodes, {**login, "ssl": tls}, key_slot(key.encode()))
+        login |= {"ssl": tls, **certificates}
+        options["locator"] = ClusterLocator(nodes, login, key_slot(key.encode()))
+    _check(options)
     return options
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    # What urllib and redis-py say of a bad URL may quote it, password and all.
+    try:
+        return dict(parse_url(url))
+    except ValueError:
+        raise ValueError(
+            "bad Redis URL: expected redis://, rediss://, unix://, redis+sentinel:// or "
+            "redis+cluster://"
+        ) from None
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raises ValueError for what would fail at the first connection, and at every later one."""
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if name in options and not Path(options[name]).is_file():
+            raise ValueError(f"bad Redis URL: {name}: there is no file {options[name]}")
+    pool_alone = ("connection_class", "max_connections", "timeout")
+    arguments = {name: value for name, value in options.items() if name not in pool_alone}
+    try:
+        options.get("connection_class", Connection)(**arguments)
+    except (TypeError, RedisError):
+        raise ValueError("bad Redis URL: an unknown option, or a bad value, behind the ?") from None
 
 
 def _address(text: str) -> Address:

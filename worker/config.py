@@ -43,7 +43,7 @@ class Config:
     """
 
     model: str
-    redis_url: str = "redis://localhost:6379"
+    redis_url: str = field(default="redis://localhost:6379", repr=False)  # may hold a password
     queue: str = "default"
     shards: int = 1
     name: str = field(default_factory=default_name)
