@@ -116,7 +116,10 @@ def install(extra: str) -> None:
 
 def check(command: list[str], hint: str) -> None:
     """Runs `command`, its output on our stderr; leaves with `hint` if it fails."""
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
+    try:
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
+    except KeyboardInterrupt:
+        leave("stopped; the next call begins again where it must")
     if status != 0:
         leave(f"`{' '.join(command)}` failed ({hint})")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ops.lib.bootstrap import ROOT
+from ops.lib.stack import guarded
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,17 @@ def run(stage: Stage) -> Outcome:
         text=True,
         errors="replace",
     )
-    assert process.stdout is not None
     lines = []
     with process:
-        for line in process.stdout:
-            lines.append(line)
-            if stage.shown:
-                print(line, end="", flush=True)
+        try:
+            for line in process.stdout or ():
+                lines.append(line)
+                if stage.shown:
+                    print(line, end="", flush=True)
+        except SystemExit:
+            # Ctrl-C reaches the whole terminal group; SIGTERM only us. pytest stops its servers.
+            process.send_signal(signal.SIGINT)
+            raise
     if process.returncode != 0 and not stage.shown:
         print("".join(lines), end="")
     status = process.returncode
@@ -96,8 +102,13 @@ def run(stage: Stage) -> Outcome:
 
 
 def main() -> int:
+    return guarded(lambda: check(stages(sys.argv[1:])))
+
+
+def check(all_stages: Sequence[Stage]) -> int:
+    """Runs every stage; returns the status of the first that failed, or 0."""
     outcomes = []
-    for stage in stages(sys.argv[1:]):
+    for stage in all_stages:
         if stage.shown:
             print(f"--- {stage.name}", flush=True)
         outcome = run(stage)

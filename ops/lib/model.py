@@ -150,4 +150,6 @@ def main() -> int:
     except (RuntimeError, OSError) as error:
         print(f"ops/model: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
