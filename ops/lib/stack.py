@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -159,7 +159,10 @@ class Stack:
         self.guard.discard(worker.pid)
 
     async def stop(self, name: str, timeout_s: float = 60.0) -> int:
-        """SIGTERM: the worker drains. Returns its exit code; kills it if it takes too long."""
+        """SIGTERM: the worker drains. Returns its exit code.
+
+        Raises subprocess.TimeoutExpired, the worker killed, if it takes too long.
+        """
         worker = self.workers[name]
         worker.process.terminate()
         try:
@@ -169,19 +172,26 @@ class Stack:
         return status
 
     async def serving(self, *names: str, timeout_s: float = 120.0) -> None:
-        """Returns once each worker has its `worker:NAME.*` hash: model loaded, taking jobs.
+        """Returns once each worker has written its `worker:` hash: model loaded, taking jobs.
 
         Raises RuntimeError with the end of its log if one ends, or needs longer than that.
         """
-        keys = Keys(self.queue)
         deadline = time.monotonic() + timeout_s
         async with Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:
             for name in names:
                 worker = self.workers[name]
-                while not [key async for key in client.scan_iter(keys.worker(f"{name}.*"))]:
+                while not await self._serves(client, worker):
                     if worker.process.poll() is not None or time.monotonic() > deadline:
                         raise RuntimeError(f"worker {name} did not start:\n{worker.last_words()}")
                     await asyncio.sleep(0.1)
+
+    async def _serves(self, client: Redis, worker: Worker) -> bool:
+        """By pid, since the hash of a killed worker of the same name lives on for a while."""
+        async for key in client.scan_iter(Keys(self.queue).worker(f"{worker.name}.*")):
+            pid: Any = await cast(Awaitable[Any], client.hget(key, "pid"))
+            if pid == str(worker.pid).encode():
+                return True
+        return False
 
 
 def end_on_signals() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ops.lib.model import demo_model
+from ops.lib.stack import Stack
 from tests.ops.processes import alive, all_gone
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +49,25 @@ def test_nothing_is_left_behind(number: signal.Signals, status: int) -> None:
         program.send_signal(number)
         assert program.wait() == status
     assert all_gone(pids)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+async def test_a_worker_of_the_same_name_is_waited_for_anew(queue: str) -> None:
+    with Stack(demo_model(), queue) as stack:
+        stack.start_worker("mac")
+        await stack.serving("mac")
+        stack.kill("mac")  # its hash stays for some seconds
+        second = stack.start_worker("mac")
+        await stack.serving("mac")
+        assert "serving" in second.last_words()
+        assert await stack.stop("mac") == 0
+        pids = [stack.server_pid, second.pid]
+    assert all_gone(pids)
+
+
+async def test_a_worker_that_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with Stack(tmp_path / "no-model", "q") as stack:
+        stack.start_worker("mac")
+        with pytest.raises(RuntimeError, match="worker mac did not start:\n.*no-model"):
+            await stack.serving("mac")
