@@ -20,7 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from mlxq.protocol.keys import Keys
-from tests.server import Server
+from ops.lib.server import Server
 
 # Reads "+PID" and "-PID" from stdin. When that ends, however we ended, it kills who is left.
 GUARD = """
