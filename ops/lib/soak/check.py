@@ -1,0 +1,233 @@
+"""What must hold when a round has settled: every job, every reader, every key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from mlxq.protocol.events import (
+    Done,
+    Event,
+    EventId,
+    Failed,
+    Token,
+    Unknown,
+    decode_event,
+    decode_result,
+)
+from mlxq.protocol.keys import GROUP, LANES
+from ops.lib.soak.load import Reading, Submitted
+from ops.lib.soak.news import Violation
+from ops.lib.soak.plan import ENDLESS, JobPlan
+from ops.lib.soak.world import World
+from ops.lib.synthetic import answer
+
+Stored = list[tuple[bytes, dict[bytes, bytes]]]
+
+
+async def check_round(world: World, jobs: Sequence[Submitted]) -> None:
+    """Raises Violation at the first promise that does not hold."""
+    for job in jobs:
+        await _check_job(world, job)
+    await check_keys(world)
+    await _check_dead(world, jobs)
+    await _check_subscriptions(world)
+
+
+async def _check_job(world: World, job: Submitted) -> None:
+    keys, client = world.keys, world.client
+    pipeline = client.pipeline(transaction=False)
+    pipeline.hgetall(keys.job(job.plan.id))
+    pipeline.xrange(keys.events(job.plan.id))
+    fields, entries = await pipeline.execute()
+    try:
+        if not fields and not job.confirmed:
+            _require(not entries, "events of a job that never was")
+            return
+        events = read_transcript(entries)
+        check_events(job.plan, events, withdrawn=bool(job.refused))
+        check_hash(job.plan, fields, events)
+        _check_abort(job, fields)
+        for reading in job.readings:
+            check_reading(reading, events)
+    except Violation as broken:
+        told = "\n".join(f"    {name.decode()} {body[b'e']!r:.300}" for name, body in entries)
+        raise Violation(f"{job.plan.id}: {broken}\n{job}\n{fields}\n{told}") from None
+    news = world.news
+    news.counts["jobs"] += 1
+    news.counts["attempts"] += events[-1].attempts  # type: ignore[union-attr]
+    news.counts["events"] += len(events)
+    news.counts["tokens"] += len(token_ids(events))
+    news.counts["readers"] += len(job.readings)
+    news.ends[end_of(events[-1])] += 1
+
+
+def _require(promise: object, broken: str) -> None:
+    if not promise:
+        raise Violation(broken)
+
+
+def read_transcript(entries: Stored) -> list[Event]:
+    """The stored events, each with its id."""
+    events = []
+    for name, body in entries:
+        event = decode_event(body[b"e"], name.decode())
+        _require(not isinstance(event, Unknown), f"an event of an unknown type: {event}")
+        assert not isinstance(event, Unknown)
+        events.append(event)
+    return events
+
+
+def token_ids(events: Sequence[Event]) -> list[int]:
+    return [number for event in events if isinstance(event, Token) for number in event.ids]
+
+
+def end_of(event: Event) -> str:
+    """How a job ended: its finish reason or its failure's code; empty: not at all."""
+    if isinstance(event, Done):
+        return event.finish_reason
+    return event.code if isinstance(event, Failed) else ""
+
+
+def check_events(plan: JobPlan, events: Sequence[Event], *, withdrawn: bool = False) -> None:
+    """The transcript of a job: one end, no gap, no duplicate, the answer and nothing else.
+
+    `withdrawn`: a submit of it went unanswered, and the producer has aborted it.
+    """
+    _require(events, "no events")
+    ends = [end_of(event) for event in events]
+    _require(ends[-1], "no terminal event")
+    _require(not any(ends[:-1]), "more than one terminal event")
+    ids = [EventId.parse(event.id) for event in events]
+    _require([each.seq for each in ids] == list(range(1, len(ids) + 1)), "a gap in seq")
+    _require(ids == sorted(ids), "ids do not ascend")
+    _require(ends[-1] in _allowed(plan, withdrawn), f"it must not end as {ends[-1]}")
+    tokens = token_ids(events)
+    text = "".join(event.text for event in events if isinstance(event, Token))
+    right = answer(plan.id, len(tokens))
+    _require(tokens == right, f"the tokens are {tokens}, not {right}")
+    if ends[-1] in ("stop", "length"):
+        _require(text == plan.text, f"the text is {text!r}, not {plan.text!r}")
+        stopped = plan.stop is not None and len(tokens) <= plan.tokens
+        _require(len(tokens) == plan.tokens or stopped, f"{len(tokens)} tokens")
+    elif plan.tokens < ENDLESS:
+        _require(plan.text.startswith(text), f"the text is {text!r}, not of {plan.text!r}")
+
+
+def _allowed(plan: JobPlan, withdrawn: bool) -> set[str]:
+    allowed = set()
+    if plan.fault == "poison":
+        allowed.add("worker_lost")
+    elif plan.tokens < ENDLESS:
+        allowed |= {"length", "stop"} if plan.stop else {"length"}
+    if plan.abort_s is not None or withdrawn:
+        allowed.add("aborted")
+    if plan.deadline_s is not None:
+        allowed.add("deadline_exceeded")
+    return allowed
+
+
+def check_hash(plan: JobPlan, fields: dict[bytes, bytes], events: Sequence[Event]) -> None:
+    """The job hash agrees with the transcript."""
+    terminal = events[-1]
+    state = b"done" if isinstance(terminal, Done) else b"failed"
+    _require(fields.get(b"state") == state, "the state is not that of the terminal event")
+    _require(int(fields[b"seq"]) == len(events), "seq is not the number of events")
+    _require(int(fields[b"tokens"]) == len(token_ids(events)), "tokens are miscounted")
+    _require(b"owner" not in fields, "an owner is left")
+    kept = decode_event(fields[b"terminal"], terminal.id)
+    _require(kept == terminal, "`terminal` is another event")
+    by_worker = bool(fields[b"by"])
+    _require(by_worker or end_of(terminal) not in ("stop", "length"), "nobody finished it")
+    if end_of(terminal) == "deadline_exceeded":
+        early = int(fields[b"finished"]) < int(fields[b"deadline"])
+        _require(not early, "it failed before its deadline")
+    if b"result" in fields:
+        result = decode_result(fields[b"result"])
+        _require(result.token_ids == token_ids(events), "the result has other tokens")
+        _require(result.text == plan.text, f"the result has another text: {result.text!r}")
+
+
+def _check_abort(job: Submitted, fields: dict[bytes, bytes]) -> None:
+    if job.aborted == "aborted":
+        _require(b'"aborted"' in fields[b"terminal"], "abort said aborted, and it ended otherwise")
+    _require(job.aborted != "unknown", "abort did not know a job that was submitted")
+
+
+def check_reading(reading: Reading, events: Sequence[Event]) -> None:
+    """A reader was given every event once and in order, over all its visits."""
+    _require(not reading.error, f"{reading.plan} got {reading.error}")
+    given = [event.id for event in reading.events]
+    right = [event.id for event in events]
+    _require(given == right, f"{reading.plan} was given {given}, not {right}")
+    _require(reading.events == list(events), f"{reading.plan} was given other events")
+
+
+async def check_keys(world: World) -> None:
+    """Nothing is left on the lanes, and nothing that would stay for ever."""
+    client, keys = world.client, world.keys
+    for lane in LANES:
+        key = keys.lane(lane)
+        _require(await client.xlen(key) == 0, f"lane {lane} is not empty")
+        groups: list[dict[str, Any]] = (
+            await client.xinfo_groups(key) if await _is(world, key) else []
+        )
+        pending = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
+        _require(pending == 0, f"lane {lane} has {pending} pending entries")
+    for name in await all_keys(world):
+        if name not in _standing(world):
+            left_ms = await client.pttl(name)
+            _require(left_ms != -1, f"{name} would stay for ever")
+    _require(await client.xlen(keys.bell) <= 1, "the bell keeps more than one entry")
+
+
+async def _is(world: World, key: str) -> bool:
+    return bool(await world.client.exists(key))
+
+
+async def all_keys(world: World) -> list[str]:
+    return [name.decode() async for name in world.client.scan_iter("*", count=1_000)]
+
+
+def _standing(world: World) -> set[str]:
+    keys = world.keys
+    return {keys.bell, keys.dead, keys.meta, *(keys.lane(lane) for lane in LANES)}
+
+
+async def _check_dead(world: World, jobs: Sequence[Submitted]) -> None:
+    """The dead letters are the poison jobs that were given up, each once. They are purged."""
+    letters = [letter.id for letter in await world.producers[-1].dead.all()]
+    _require(len(letters) == len(set(letters)), f"given up twice: {letters}")
+    poison = {job.plan.id for job in jobs if job.plan.fault == "poison"}
+    _require(set(letters) <= poison, f"innocents were given up: {set(letters) - poison}")
+    await world.producers[-1].dead.purge()
+
+
+async def _check_subscriptions(world: World) -> None:
+    """No producer is still subscribed to a job: readers that left have let go."""
+    for _ in range(60):
+        found = await world.client.pubsub_channels(world.keys.live("*"))
+        left = [name for name in found if name.decode() != world.keys.keepalive]
+        if not left:
+            return
+        await asyncio.sleep(0.25)
+    raise Violation(f"still subscribed: {left}")
+
+
+async def pass_time(world: World) -> None:
+    """As if retention had passed: what has a time to live goes, and nothing else is left."""
+    client, keys = world.client, world.keys
+    presence = keys.worker("")
+    pipeline = client.pipeline(transaction=False)
+    for name in await all_keys(world):
+        if name not in _standing(world) and not name.startswith(presence):
+            pipeline.pexpire(name, 1)
+    await pipeline.execute()
+    await asyncio.sleep(0.05)
+    left = [
+        name
+        for name in await all_keys(world)
+        if name not in _standing(world) and not name.startswith(presence)
+    ]
+    _require(not left, f"left behind for ever: {left}")
