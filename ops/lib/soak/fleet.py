@@ -63,7 +63,7 @@ class Member:
         command = ["-m", "ops.lib.synthetic", "--redis", self.line.url, "--name", self.name]
         command += ["--max-batch", str(MAX_BATCH), "--stall-timeout-s", str(STALL_S)]
         command += ["--drain-timeout-s", str(DRAIN_S), *self._flags]
-        with open(self.log, "wb") as log:
+        with open(self.log, "wb") as log:  # noqa: ASYNC230: takes no time
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -57,6 +58,7 @@ def server_path(name: str) -> str | None:
 async def soak(options: argparse.Namespace, path: str) -> int:
     """Returns 0, or 1 after a violation."""
     console = Console()
+    logging.getLogger("mlxq.producer").setLevel(logging.CRITICAL)  # it tells of every outage
     console.print(
         f"seed {options.seed}, {options.workers} workers, {options.server}", highlight=False
     )
@@ -124,9 +126,8 @@ def table_of(world: World, rounds: Rounds) -> Table:
     table.add_row("longest to settle", f"{progress.longest_settle_s:.1f} s")
     table.add_row("server, MiB", _range(health.server.mb))
     table.add_row("producers, MiB", _range(health.soak.mb))
-    table.add_row(
-        "workers, MiB", _range([mb for each in health.workers.values() for mb in each.mb])
-    )
+    workers = [mb for memory in health.workers.values() for mb in memory.mb]
+    table.add_row("workers, MiB", _range(workers))
     return table
 
 

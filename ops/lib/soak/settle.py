@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from ops.lib.soak.fleet import MAX_BATCH
 from ops.lib.soak.load import Submitted
@@ -90,7 +91,7 @@ async def settle(world: World, jobs: Sequence[Submitted], load: asyncio.Task[Non
         open_jobs = [job for job in jobs if not job.done]
         if time.monotonic() - began_s > SETTLE_S:
             raise Violation(await _unsettled(world, open_jobs))
-        await world.insist(lambda ids=[job.plan.id for job in open_jobs]: watch.look(ids))
+        await world.insist(partial(watch.look, [job.plan.id for job in open_jobs]))
         await asyncio.sleep(POLL_S)
     await load
     await _all_up(world)
