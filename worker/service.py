@@ -154,9 +154,13 @@ class Worker:
         await asyncio.gather(*(shard.stop_taking() for shard in self._shards))
         _log.info("draining", timeout_s=self._config.drain_timeout_s)
         await first_of(
-            asyncio.gather(*(shard.rows.empty.wait() for shard in self._shards)),
+            self._emptied(),
             self._orders.above(Order.DRAIN),
             timeout_s=self._config.drain_timeout_s,
         )
         reason: ReleaseReason = "crash" if self._orders.order is Order.DIE else "drain"
         await asyncio.gather(*(shard.release(reason) for shard in self._shards))
+
+    async def _emptied(self) -> None:
+        for shard in self._shards:
+            await shard.rows.empty.wait()
