@@ -77,7 +77,7 @@ class Faults:
 
     async def _clock(self, plan: FaultPlan) -> None:
         number = (signal.SIGUSR1, signal.SIGUSR2)[plan.choice % 2]
-        self._member(plan).signal(number)
+        self._member(plan).jump(number)
 
     async def _cut(self, plan: FaultPlan) -> None:
         self._line(plan).cut()

@@ -154,6 +154,7 @@ def numbers_of(
         "ends": dict(news.ends),
         "faults": dict(news.faults),
         "longest_settle_s": round(rounds.progress.longest_settle_s, 2),
+        "busiest_idle_process": round(health.busiest, 3),
         "server_mb": [round(mb, 1) for mb in health.server.mb],
         "producers_mb": [round(mb, 1) for mb in health.soak.mb],
         "worker_growth_mb": round(
