@@ -11,8 +11,7 @@ import pytest
 from tests.packaging.checkout import PARTS, ROOT, module_name, sources
 
 LIGHT = {"redis", "msgspec"}
-# The commands of `mlxq`; they may need what the cli extra brings, and nothing else needs them.
-COMMANDS = {Path("producer/commands.py"): {"typer", "rich"}}
+CLI = {"typer", "rich"}
 MLX = {"mlx", "mlx_lm", "mlx_vlm"}
 
 
@@ -70,15 +69,31 @@ def third_party(source: Path) -> set[str]:
     return tops - sys.stdlib_module_names - {"mlxq"}
 
 
+def reached(start: set[Path]) -> set[Path]:
+    """The modules of ours that importing `start` can load."""
+    by_name = {module_name(source): source for source in sources()}
+    found: set[Path] = set()
+    while start:
+        found |= start
+        start = {by_name[name] for path in start for name in imported(path) & by_name.keys()}
+        start -= found
+    return found
+
+
 def test_base_needs_redis_and_msgspec_alone() -> None:
+    """Base is what `from mlxq.producer import Producer` can reach, and all of protocol.
+
+    The rest of producer is the command line, which may use what the cli extra brings.
+    """
+    base = reached({Path("producer/__init__.py"), *names("protocol")})
+    allowed = dict.fromkeys(names("producer"), LIGHT | CLI) | dict.fromkeys(base, LIGHT)
     wrong = {
         f"{path} imports {extra}"
-        for path in [*names("protocol"), *names("producer")]
-        if (extra := third_party(path) - LIGHT - COMMANDS.get(path, set()))
+        for path, modules in allowed.items()
+        if (extra := third_party(path) - modules)
     }
     assert not wrong
-    users = {path for path in sources() if imported(path) & set(map(module_name, COMMANDS))}
-    assert users <= {Path("producer/cli.py"), *COMMANDS}
+    assert Path("producer/client.py") in base
 
 
 def test_asyncio_side_knows_no_mlx() -> None:
