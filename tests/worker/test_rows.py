@@ -133,7 +133,7 @@ async def test_table_counts_slots_and_knows_when_it_is_empty(tokenizer: Tokenize
     rows.add(row)
     assert (rows.occupied, rows.keys, rows.empty.is_set()) == (1, (row.key,), False)
     row.finish("stop")
-    rows.changed()
+    rows.ended(row)
     assert (rows.occupied, len(rows)) == (0, 1)
     assert rows.remove(row) and not rows.remove(row)
     assert rows.empty.is_set()
