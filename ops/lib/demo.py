@@ -168,6 +168,8 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="print lines: for logs and CI")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="per job")
     arguments = parser.parse_args()
+    if arguments.max_tokens < 2 * KILL_AT_TOKENS:
+        parser.error(f"--max-tokens must be at least {2 * KILL_AT_TOKENS}: a kill in mid-stream")
     return guarded(lambda: show(arguments.plain, arguments.max_tokens))
 
 
