@@ -1,0 +1,76 @@
+"""The server crashes, comes back with its data or without, stays away."""
+
+from __future__ import annotations
+
+import asyncio
+
+from mlxq.protocol.errors import ServerUnreachable, UnknownJob
+from tests.chaos.conftest import Build
+from tests.chaos.house import House
+from tests.server import Server
+
+AOF = ("--appendonly", "yes")
+
+
+async def test_server_crashes_and_comes_back_with_its_data(build: Build) -> None:
+    """kill -9 of the server in mid-stream, three times, with an append-only file.
+
+    Promise: 1 2 7. Fails without: the `except` of `Doorbell.run`, `Intake._ask` or
+    `Publisher.flush`: the part ends, and with it the worker.
+    """
+    house: House = await build(server=Server(*AOF))
+    await house.start("one", "two")
+    jobs = await house.submit_many(8, tokens=400)
+    for _ in range(3):
+        await asyncio.to_thread(house.server.restart)
+        await house.client.connection_pool.disconnect()
+        house.fault()
+        await jobs[0].reach(tokens=len(jobs[0].ids) + 5)
+    await house.check()
+
+
+async def test_server_comes_back_empty(house: House) -> None:
+    """kill -9 of a server without persistence: everything stored is gone, and nobody hangs.
+
+    Promise: 7. A submit is as durable as its server. Readers are told `UnknownJob`; the same ids
+    can be submitted again. Fails without: `if look.state is None` in stream.py (`_judge`).
+    """
+    await house.start("one", "two")
+    lost = await house.submit_many(6, tokens=100_000)
+    await asyncio.to_thread(house.server.restart)
+    await house.client.connection_pool.disconnect()
+    house.fault()
+    for reader in lost:
+        await reader.end()
+        assert isinstance(reader.error, UnknownJob)
+    for reader in lost:
+        await house.submit(tokens=50, job_id=reader.id)
+    await house.check(lost=lost)
+
+
+async def test_server_is_away_for_four_leases(build: Build) -> None:
+    """The server is away for four leases (a minute at the default) and keeps its data.
+
+    Promise: 1 2 7. Whoever lived through the outage keeps its jobs: one attempt each. A submit
+    meanwhile is refused honestly. Nobody spins. Fails without: `self._intake.hold` in
+    `Shard._redis_back` (shard.py): then the workers take each other's jobs.
+    """
+    house: House = await build(server=Server(*AOF), lease_s=1.0)
+    await house.start("one", "two")
+    jobs = await house.submit_many(7, tokens=600)
+    house.server.kill()
+    house.use_producer(submit_timeout_s=house.lease_s)
+    try:
+        await house.submit(tokens=20)
+    except ServerUnreachable:
+        pass
+    else:
+        raise AssertionError("a submit was confirmed without a server")
+    await house.leases(1)
+    await house.check_idle(house.alive)
+    await house.leases(2)
+    await asyncio.to_thread(house.server.start)
+    await house.client.connection_pool.disconnect()
+    house.fault()
+    await house.check()
+    assert [reader.terminal.attempts for reader in jobs] == [1] * 7

@@ -1,0 +1,108 @@
+"""Jobs that kill whoever runs them, and the jobs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mlxq.protocol.events import Done, Failed
+from tests.chaos.conftest import Build
+from tests.chaos.house import House
+
+STEP_MS = 5.0
+
+
+@pytest.mark.parametrize("poison", ["die@prefill", "die@token:5", "raise@prefill"])
+async def test_a_poison_job_is_dead_lettered(poison: str, house: House) -> None:
+    """A job that kills every worker at one place is given up; those beside it finish.
+
+    Promise: 5. It is in the `dead` stream with its reason and last worker, after three crashes.
+    Fails without: `is_dead` in take.lua (return false).
+    """
+    house.keep()
+    await house.start("one", "two")
+    beside = await house.submit_many(6, tokens=400)
+    job = await house.submit(poison, tokens=20)
+    await job.end()
+    house.fault()
+    await house.check(errors="raise" in poison)
+    assert isinstance(job.terminal, Failed) and job.terminal.code == "worker_lost"
+    assert "3 workers crashed with it" in job.terminal.message
+    [(_, entry)] = await dead(house)
+    assert entry["id"] == job.id and poison in entry["spec"] and entry["crashes"] == "3"
+    assert entry["owner"].partition(".")[0] in house.workers
+    for reader in beside:
+        assert isinstance(reader.terminal, Done)
+
+
+async def dead(house: House) -> list[tuple[str, dict[str, str]]]:
+    entries: Any = await house.client.xrange(house.keys.dead)
+    return [
+        (entry.decode(), {name.decode(): value.decode() for name, value in fields.items()})
+        for entry, fields in entries
+    ]
+
+
+async def test_neighbours_of_many_crashes_are_not_blamed(house: House) -> None:
+    """Four jobs die at different places beside healthy ones, which lose nothing.
+
+    Promise: 5. Fails without: `clear(job)` in `charge` (lib.lua): progress no longer clears, and
+    neighbours become suspects.
+    """
+    house.keep()
+    await house.start("one", "two")
+    beside = await house.submit_many(4, tokens=600)
+    for at in range(10, 50, 10):
+        await house.submit(f"die@token:{at}/1", tokens=60)
+    await house.death()
+    await house.check()
+    assert await dead(house) == []
+    for reader in beside:
+        assert isinstance(reader.terminal, Done)
+        assert (await house.hash(reader.id)).get("strikes", "0") == "0"
+
+
+async def test_a_suspect_runs_alone_until_its_first_token(build: Build) -> None:
+    """A job that killed a worker before its first token is alone in its next one, until then.
+
+    Promise: 5. Fails without: `self._slots.unproven` in `Intake._may_take` (intake.py).
+    """
+    house: House = await build(step_ms=STEP_MS)
+    await house.start("one")
+    suspect = await house.submit("die@prefill/1 prefill:100", tokens=200)
+    await house.death("one")
+    house.workers["one"].kill()
+    await house.start("two")
+    await suspect.reach(events=1)
+    beside = [await house.submit(tokens=20) for _ in range(3)]
+    await house.check()
+    alone_ms = [await taken_ms(house, job.id) - await taken_ms(house, suspect.id) for job in beside]
+    assert min(alone_ms) >= 100 * STEP_MS - STEP_MS
+    ends = [reader.terminal for reader in (suspect, *beside)]
+    assert all(isinstance(end, Done) for end in ends)
+    # And it does not stay alone: its own end came long after.
+    finished_ms = int((await house.hash(suspect.id))["finished"])
+    assert max([await taken_ms(house, job.id) for job in beside]) < finished_ms
+
+
+async def taken_ms(house: House, job_id: str) -> int:
+    return int((await house.hash(job_id))["taken"])
+
+
+async def test_a_suspect_is_given_room(house: House) -> None:
+    """All workers are full for ever; a suspect waits, and room is made for it.
+
+    Promise: 5. Rows are handed back (`preempt`) and go on. Fails without: `make_room` in take.lua.
+    """
+    house.keep()
+    await house.start("one", "two")
+    full = await house.submit_many(2 * house.max_batch - 1, tokens=1_500)
+    suspect = await house.submit("die@prefill/1", tokens=20)
+    await house.death()
+    await suspect.end()
+    assert isinstance(suspect.terminal, Done)
+    assert not any(isinstance(reader.events[-1], Done) for reader in full)
+    await asyncio.gather(*(reader.job.abort() for reader in full))
+    await house.check()

@@ -1,0 +1,70 @@
+"""Readers lose their subscription, are too slow, or come from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.chaos.house import FOREVER, House
+from tests.proxy import Proxy
+
+FLOOD = b"x" * 65_536
+
+
+async def test_killed_subscriptions(house: House) -> None:
+    """`CLIENT KILL` of all pub/sub connections in mid-stream, five times.
+
+    Promise: 2. Fails without: `self._mark_dirty()` in `Feed.acknowledge` (hub.py).
+    """
+    await house.start("one", "two")
+    jobs = await house.submit_many(8, tokens=250)
+    for _ in range(5):
+        await house.client.client_kill_filter(_type="pubsub")
+        house.fault()
+        await jobs[0].reach(tokens=len(jobs[0].ids) + 20)
+    await house.check()
+
+
+async def test_a_subscriber_cut_off_by_the_output_limit(house: House) -> None:
+    """A process that reads nothing is cut by Redis' output limit, and reads on afterwards.
+
+    Promise: 2 6. Fails without: `self._mark_dirty()` in `Feed.acknowledge` (hub.py).
+    """
+    await house.client.config_set("client-output-buffer-limit", "pubsub 65536 65536 0")
+    async with Proxy(house.server.port) as proxy:
+        house.use_producer(proxy.url)
+        await house.start("one", "two")
+        jobs = await house.submit_many(4, tokens=FOREVER)
+        proxy.reading.clear()
+        while await house.client.client_list(_type="pubsub"):
+            await house.client.publish(house.keys.keepalive, FLOOD)
+        for job in jobs:
+            assert int((await house.hash(job.id))["tokens"]) >= len(job.ids)
+        proxy.reading.set()
+        house.fault()
+        for job in jobs:
+            await job.reach(tokens=len(job.ids) + 20)
+            assert await job.job.abort() == "aborted"
+        await house.check()
+    log = (house.server.folder / "log").read_text()
+    assert "overcoming of output buffer limits" in log
+
+
+async def test_readers_from_elsewhere_with_a_cursor(house: House) -> None:
+    """Other processes attach late or with a cursor, while the worker is killed.
+
+    Promise: 2. Fails without: the comparison with `self._last` in `Stream._is_next` (stream.py).
+    """
+    await house.start("one", "two")
+    [job] = await house.submit_many(1, tokens=250)
+    other = house.use_producer()
+    cursor = job.events[-1].id
+
+    async def rest() -> list[str]:
+        return [event.id async for event in other.attach(job.id).events(after=cursor)]
+
+    late = asyncio.create_task(rest())
+    await job.reach(tokens=40)
+    house.kill(job.worker)
+    await house.check()
+    ids = [event.id for event in job.events]
+    assert await late == ids[ids.index(cursor) + 1 :]
