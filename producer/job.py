@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any, Literal, NamedTuple, cast
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
@@ -14,7 +15,7 @@ from mlxq.producer.hub import Feed
 from mlxq.producer.shard import Shard
 from mlxq.producer.stream import START, TERMINAL, Stream
 from mlxq.protocol import events as wire
-from mlxq.protocol.errors import JobFailed, TranscriptExpired, UnknownJob
+from mlxq.protocol.errors import JobFailed, ReadError, TranscriptExpired, UnknownJob
 from mlxq.protocol.events import Done, Event, EventId, Failed, Terminal, Token
 from mlxq.protocol.scripts import run
 
@@ -160,9 +161,14 @@ class JobHandle:
             raise UnknownJob(f"no job {self.id} is known")
         if state not in TERMINAL or terminal is None:
             return None
-        event = wire.decode_event(terminal)
-        assert isinstance(event, Done | Failed)
-        return Ended(event, wire.decode_result(result) if result else None)
+        try:
+            event = wire.decode_event(terminal)
+            stored = wire.decode_result(result) if result else None
+        except msgspec.MsgspecError as error:
+            raise ReadError(f"{self.id}: the end of the job is damaged: {error}") from None
+        if not isinstance(event, Done | Failed):
+            raise ReadError(f"{self.id}: the end of the job is damaged: it says {event!r:.200}")
+        return Ended(event, stored)
 
     async def _output(self, ended: Ended) -> Result:
         terminal, stored = ended

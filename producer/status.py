@@ -61,7 +61,7 @@ async def read_status(client: Redis, keys: Keys) -> Status:
     now_ms = seconds * 1_000 + microseconds // 1_000
     prefix = keys.worker("")
     workers = [
-        _worker(key.decode().removeprefix(prefix), await client.hgetall(key))
+        _worker(key.decode("utf-8", "replace").removeprefix(prefix), await client.hgetall(key))
         async for key in client.scan_iter(match=f"{prefix}*", count=1_000)
     ]
     lanes = [await _read_lane(client, keys.lane(lane)) for lane in LANES]

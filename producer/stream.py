@@ -59,7 +59,7 @@ class Stream:
     async def next(self) -> list[Event]:
         """Waits for news and returns what is new, in order; may be empty.
 
-        Raises UnknownJob, BadCursor, TranscriptExpired or HistoryRewritten.
+        Raises UnknownJob, or a ReadError.
         """
         if self._unread or self._feed.take_dirty():
             return await self._look()
@@ -105,7 +105,12 @@ class Stream:
         pipeline.hmget(self._keys.job(self._job_id), ["state", "attempt", "seq"])
         pipeline.xrange(self._keys.events(self._job_id), f"({self._last}", "+", PAGE)
         (state, attempt, seq), page = await pipeline.execute()
-        return Look(state, int(attempt or 0), int(seq or 0), page)
+        return Look(state, self._count(attempt), self._count(seq), page)
+
+    def _count(self, value: bytes | None) -> int:
+        if value is not None and not (value.isdigit() and len(value) < 20):
+            raise ReadError(f"{self._job_id}: the job's hash is damaged")
+        return int(value or 0)
 
     def _judge(self, look: Look) -> None:
         """Nothing is behind the cursor: is the job unknown, at its end, expired or waiting?"""

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxq.protocol.errors import BadCursor
+from mlxq.protocol.jobs import TokenId
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class Token(_Event, frozen=True, tag="token", kw_only=True):
     """One or more new token ids and the text they released (may be empty)."""
 
     text: str
-    ids: list[int]
+    ids: list[TokenId]
     channel: Channel | None = None
     logprobs: list[Any] | None = None
 
@@ -136,7 +137,7 @@ class Result(Struct, frozen=True):
     """What FINISH stores in the job hash: the whole output of a job that ended well."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[TokenId]
     finish_reason: FinishReason
     usage: Usage = Usage()
     timings: Timings = Timings()
@@ -162,12 +163,19 @@ def decode_event(data: bytes | str, event_id: str | None = None) -> Event | Unkn
     """
     event: Event | Unknown
     try:
-        event = _decoder.decode(data)
+        event = _decode(_decoder, data)
     except msgspec.ValidationError:
-        event = _unknown.decode(data)
+        event = _decode(_unknown, data)
         if event.type in _KNOWN_TYPES:
             raise
     return event if event_id is None else msgspec.structs.replace(event, id=event_id)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], data: bytes | str) -> T:
+    try:
+        return decoder.decode(data)
+    except (RecursionError, UnicodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def encode_result(result: Result) -> bytes:
@@ -175,4 +183,5 @@ def encode_result(result: Result) -> bytes:
 
 
 def decode_result(data: bytes | str) -> Result:
-    return _result.decode(data)
+    """Raises msgspec.MsgspecError for what is no result."""
+    return _decode(_result, data)

@@ -18,8 +18,8 @@ _JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def check_job_id(job_id: str) -> str:
     """Returns `job_id`, or raises BadRequest: an id is 1-64 of `A-Z a-z 0-9 _ -`."""
-    if not _JOB_ID.fullmatch(job_id):
-        raise BadRequest(f"bad job id {job_id[:80]!r}: 1 to 64 of A-Z a-z 0-9 _ - are allowed")
+    if not (isinstance(job_id, str) and _JOB_ID.fullmatch(job_id)):
+        raise BadRequest(f"bad job id {job_id!r:.80}: 1 to 64 of A-Z a-z 0-9 _ - are allowed")
     return job_id
 
 
@@ -40,8 +40,8 @@ class Keys:
     """
 
     def __init__(self, queue: str) -> None:
-        if not _QUEUE.fullmatch(queue):
-            raise BadRequest(f"bad queue name {queue[:80]!r}: 1 to 64 of A-Z a-z 0-9 _ . -")
+        if not (isinstance(queue, str) and _QUEUE.fullmatch(queue)):
+            raise BadRequest(f"bad queue name {queue!r:.80}: 1 to 64 of A-Z a-z 0-9 _ . -")
         self.queue = queue
         self.tag = f"{{mlxq:{queue}}}"
         self.bell = f"{self.tag}:bell"

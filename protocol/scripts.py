@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import redis
 from redis.asyncio import Redis as AsyncRedis
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 
 from mlxq.protocol.keys import Keys, Lane
 
@@ -33,6 +33,8 @@ ABORTED: Final = -2  # closed by this call
 EXPIRED: Final = -3  # past its deadline: closed by this call
 GAP: Final = -4  # seq is more than one ahead: an earlier event is missing
 BROKEN: Final = -5  # the transcript contradicts the hash: closed by this call
+
+_STATUSES: Final = frozenset({DONE, REPEATED, FENCED, ABORTED, EXPIRED, GAP, BROKEN})
 
 ReleaseReason = Literal["drain", "preempt", "no_room", "crash"]
 PublishCommand = Literal["PUBLISH", "SPUBLISH"]
@@ -168,7 +170,7 @@ class Scripts:
 
     def emit(self, owner: str, items: Sequence[EmitItem]) -> Call[list[int]]:
         args: tuple[Arg, ...] = (owner, *(field for item in items for field in item))
-        return self._call("emit", self.keys.bell, args, _statuses)
+        return self._call("emit", self.keys.bell, args, _statuses(len(items)))
 
     def finish(
         self,
@@ -184,21 +186,21 @@ class Scripts:
     ) -> Call[int]:
         """`events`: the last token events, then the terminal. `result` may be empty."""
         args: tuple[Arg, ...] = (owner, job_id, attempt, seq, tokens, state, result, *events)
-        return self._call("finish", self.keys.job(job_id), args, int)
+        return self._call("finish", self.keys.job(job_id), args, _status)
 
     def beat(self, owner: str, jobs: Sequence[tuple[str, int]]) -> Call[list[int]]:
         args: tuple[Arg, ...] = (owner, *(field for job in jobs for field in job))
-        return self._call("beat", self.keys.bell, args, _statuses)
+        return self._call("beat", self.keys.bell, args, _statuses(len(jobs)))
 
     def release(
         self, owner: str, reason: ReleaseReason, jobs: Sequence[tuple[str, int]]
     ) -> Call[list[int]]:
         args: tuple[Arg, ...] = (owner, reason, *(field for job in jobs for field in job))
-        return self._call("release", self.keys.bell, args, _statuses)
+        return self._call("release", self.keys.bell, args, _statuses(len(jobs)))
 
     def abort(self, job_id: str) -> Call[str]:
         """Replies `aborted` (closed now), `finished` or `unknown`."""
-        return self._call("abort", self.keys.job(job_id), (job_id,), _text)
+        return self._call("abort", self.keys.job(job_id), (job_id,), _outcome)
 
     def sweep(self, chunk: int = 100) -> Call[Sweep]:
         return self._call("sweep", self.keys.bell, (chunk,), _sweep)
@@ -210,12 +212,15 @@ class Scripts:
 
 
 async def run(client: AsyncRedis, call: Call[T]) -> T:
-    """Runs one call; a server that does not know the script yet is given it."""
+    """Runs one call; a server that does not know the script yet is given it.
+
+    Raises redis-py's errors, InvalidResponse among them for a reply that no script gives.
+    """
     try:
         reply = await client.evalsha(call.script.sha, 1, call.key, *call.args)
     except NoScriptError:
         reply = await client.eval(call.script.source, 1, call.key, *call.args)
-    return call.parse(reply)
+    return _parsed(call, reply)
 
 
 async def run_all(client: AsyncRedis, calls: Sequence[Call[Any]]) -> list[Any]:
@@ -232,14 +237,23 @@ async def run_all(client: AsyncRedis, calls: Sequence[Call[Any]]) -> list[Any]:
         if isinstance(reply, NoScriptError):
             answers.append(await _run_or_error(client, call))
         else:
-            answers.append(reply if isinstance(reply, Exception) else call.parse(reply))
+            answers.append(_parsed_or_error(call, reply))
     return answers
 
 
-async def _run_or_error(client: AsyncRedis, call: Call[T]) -> T | ResponseError:
+async def _run_or_error(client: AsyncRedis, call: Call[T]) -> T | ResponseError | InvalidResponse:
     try:
         return await run(client, call)
-    except ResponseError as error:
+    except (ResponseError, InvalidResponse) as error:
+        return error
+
+
+def _parsed_or_error(call: Call[T], reply: Any) -> T | Exception:
+    if isinstance(reply, Exception):
+        return reply
+    try:
+        return _parsed(call, reply)
+    except InvalidResponse as error:
         return error
 
 
@@ -249,33 +263,65 @@ def run_blocking(client: redis.Redis, call: Call[T]) -> T:
         reply = client.evalsha(call.script.sha, 1, call.key, *call.args)
     except NoScriptError:
         reply = client.eval(call.script.source, 1, call.key, *call.args)
-    return call.parse(reply)
+    return _parsed(call, reply)
+
+
+def _parsed(call: Call[T], reply: Any) -> T:
+    try:
+        return call.parse(reply)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidResponse(f"a script gave a reply of another form: {reply!r:.200}") from None
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def _statuses(reply: list[Any]) -> list[int]:
-    return [int(status) for status in reply]
+def _status(reply: Any) -> int:
+    status = int(reply)
+    if status not in _STATUSES:
+        raise ValueError(status)
+    return status
+
+
+def _statuses(number: int) -> Callable[[Any], list[int]]:
+    def parse(reply: list[Any]) -> list[int]:
+        if len(reply) != number:
+            raise ValueError(len(reply))
+        return [_status(status) for status in reply]
+
+    return parse
+
+
+def _outcome(reply: Any) -> str:
+    outcome = _text(reply)
+    if outcome not in ("aborted", "finished", "unknown"):
+        raise ValueError(outcome)
+    return outcome
 
 
 def _enqueued(reply: list[Any]) -> Enqueued:
     status, *rest = (part if isinstance(part, int) else _text(part) for part in reply)
-    return Enqueued(status, str(rest[0]) if rest else "")  # type: ignore[arg-type]
+    detail = str(rest[0]) if rest else ""
+    match status:
+        case "ok" | "dup" | "bad_id" | "too_large":
+            return Enqueued(status, detail)
+        case "full":
+            return Enqueued(status, str(int(detail)))
+    raise ValueError(status)
 
 
 def _take(reply: list[Any]) -> Take:
     bell_id, more, make_room, *jobs = reply
     return Take(
-        _text(bell_id),
-        bool(int(more)),
-        bool(int(make_room)),
-        [
-            Taken(_text(job_id), int(attempt), int(seq), int(tokens), bool(int(solo)), spec)
-            for job_id, attempt, seq, tokens, solo, spec in jobs
-        ],
+        _text(bell_id), bool(int(more)), bool(int(make_room)), [_taken(*job) for job in jobs]
     )
+
+
+def _taken(job_id: Any, attempt: Any, seq: Any, tokens: Any, solo: Any, spec: Any) -> Taken:
+    if not isinstance(spec, bytes):
+        raise TypeError(type(spec))
+    return Taken(_text(job_id), int(attempt), int(seq), int(tokens), bool(int(solo)), spec)
 
 
 def _sweep(reply: list[Any]) -> Sweep:

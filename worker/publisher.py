@@ -148,17 +148,20 @@ class Publisher:
         return True
 
     async def _mend_gap(self, row: Row) -> bool:
-        """The server lacks an event before ours. If we still hold it, the next flush sends it;
-        else a failover lost it, and whoever resumes from the transcript must generate it anew."""
+        """The server's seq is not the one before ours. If we hold what it lacks, the next flush
+        sends it. Else a failover lost a tail, or somebody wrote to the hash: the job is given
+        back, and whoever resumes it generates the tail anew, or finds the contradiction."""
         key = self._scripts.keys.job(row.key.job_id)
         try:
-            stored = int(decoded(await self._link.once(lambda: _hget(self._link, key)) or b"0"))
+            said = decoded(await self._link.once(lambda: _hget(self._link, key)) or b"0")
         except UNANSWERED:
             return False
+        stored = int(said) if said.isdecimal() and len(said) < 20 else -1
         first_held = row.frozen[0].seq if row.frozen else row.seq + 1
-        if stored + 1 >= first_held:
+        last_sent = row.frozen[-1].seq if row.frozen else row.seq
+        if first_held - 1 <= stored <= last_sent:
             return False
-        _log.error("transcript_lost_tail", **log_key(row), stored=stored, held_from=first_held)
+        _log.error("transcript_gap", **log_key(row), stored=stored, held_from=first_held)
         await self._link.call(self._scripts.release(self._owner, "preempt", [row.key]))
         self._gone(row, "gap")
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis as AsyncRedis
 
 from mlxq.protocol.errors import MlxqError
@@ -31,7 +32,10 @@ class Transcript:
 
 
 async def read_transcript(client: AsyncRedis, key: str, taken: Taken) -> Transcript:
-    """All events before this attempt. Raises CannotResume if their number is not `taken.seq`."""
+    """All events before this attempt.
+
+    Raises CannotResume if their number is not `taken.seq`, or one of them is damaged.
+    """
     ids: list[int] = []
     texts: list[str] = []
     model = ""
@@ -42,7 +46,10 @@ async def read_transcript(client: AsyncRedis, key: str, taken: Taken) -> Transcr
         if not page:
             break
         for entry_id, fields in page:
-            event = decode_event(fields[b"e"], decoded(entry_id))
+            try:
+                event = decode_event(fields[b"e"])
+            except (KeyError, msgspec.MsgspecError) as error:
+                raise CannotResume(f"event {decoded(entry_id)} is damaged: {error}") from None
             count += 1
             if isinstance(event, Token):
                 ids += event.ids

@@ -9,8 +9,8 @@ if #ARGV ~= 9 or not (deadline_ms and cap and retention_ms and replay_ms and max
   return usage('pub id spec lane deadline_ms cap retention_ms replay_ms max_bytes')
 end
 if not valid_id(id) then return {'bad_id'} end
-if not (lane == 'high' or lane == 'normal' or lane == 'low') then return {'bad_id'} end
-if #spec > max_bytes then return {'too_large'} end
+if not valid_lane(lane) then return {'bad_id'} end
+if #spec > math.min(max_bytes, MAX_SPEC_BYTES) then return {'too_large'} end
 
 -- guard dup
 local state = redis.call('HGET', job_key(id), 'state')

@@ -7,6 +7,9 @@ if not tag or (publish ~= 'PUBLISH' and publish ~= 'SPUBLISH') then
     'ERR mlxq: KEYS[1] must begin with {mlxq:QUEUE}, ARGV[1] be PUBLISH or SPUBLISH')
 end
 
+-- No queue takes a larger spec: a TAKE reply of many of them would outgrow a worker.
+local MAX_SPEC_BYTES = 16 * 2 ^ 20
+
 local DONE, REPEATED, FENCED, ABORTED, EXPIRED, GAP, BROKEN = 1, 2, -1, -2, -3, -4, -5
 local LANES = {'high', 'normal', 'low'}
 local GROUP = 'workers'
@@ -24,9 +27,10 @@ local function usage(text)
   return redis.error_reply('ERR mlxq: bad arguments, expected ' .. text)
 end
 
--- A whole number >= 0, or nil.
-local function int(text)
-  return text and string.match(text, '^%d+$') and tonumber(text) or nil
+-- A whole number >= 0, or nil. Lua writes no more than 14 digits out in full.
+local function int(text, most_digits)
+  return text and #text <= (most_digits or 14) and string.match(text, '^%d+$') and tonumber(text)
+    or nil
 end
 
 local function lane_key(lane) return tag .. ':jobs:' .. lane end
@@ -52,16 +56,32 @@ local function failure(reply)
   return type(reply) == 'table' and reply.err and tostring(reply.err) or nil
 end
 
--- The job's fields; state is nil when there is no such job.
+local function valid_entry(entry)
+  local ms, count = string.match(entry or '', '^(%d+)-(%d+)$')
+  return ms and #ms < 20 and #count < 20
+end
+
+local function valid_lane(lane)
+  return lane == 'high' or lane == 'normal' or lane == 'low'
+end
+
+-- The job's fields; state is nil when there is no such job. A hash that no script has written is no
+-- job either: submitters can write to hashes, and one of them must not stop a call for all.
 local function load(id)
-  local values = redis.call('HMGET', job_key(id), unpack(FIELDS))
   local job = {id = id}
+  local values = redis.pcall('HMGET', job_key(id), unpack(FIELDS))
+  if failure(values) then return job end
   for i, name in ipairs(FIELDS) do
-    local value = values[i] or nil
-    if i > #TEXTS then value = tonumber(value or '') or 0 end
-    job[name] = value
+    job[name] = values[i] or nil
+    -- One digit less: scripts count on from here.
+    if i > #TEXTS then job[name] = int(job[name], 13) or 0 end
   end
+  if not (valid_id(id) and valid_lane(job.lane) and valid_entry(job.entry)) then job.state = nil end
   return job
+end
+
+local function spec_of(id)
+  return redis.call('HGET', job_key(id), 'spec') or ''
 end
 
 local function is_live(job)

@@ -29,8 +29,7 @@ local function hand_out(job, delivered)
   job.attempt = job.attempt + 1
   redis.call('HSET', job_key(job.id), 'state', 'running', 'attempt', job.attempt, 'owner', owner,
     'lease', lease_ms, 'begun', '', 'base', job.tokens, 'taken', now)
-  local spec = redis.call('HGET', job_key(job.id), 'spec')
-  jobs[#jobs + 1] = {job.id, job.attempt, job.seq, job.tokens, solo and 1 or 0, spec}
+  jobs[#jobs + 1] = {job.id, job.attempt, job.seq, job.tokens, solo and 1 or 0, spec_of(job.id)}
   if solo then goal, only_solo = 0, true end
 end
 
@@ -61,7 +60,7 @@ local function bury(job, last_owner)
   end
   write_first()
   redis.call('XADD', tag .. ':dead', 'MAXLEN', '~', 1000, '*', 'id', job.id,
-    'spec', redis.call('HGET', job_key(job.id), 'spec'),
+    'spec', spec_of(job.id),
     'crashes', job.crashes, 'strikes', job.strikes, 'owner', last_owner, 'reason', reason)
   close_failed(job, 'worker_lost', reason, false)
 end
@@ -90,7 +89,10 @@ local function examine(lane, entry, id, kind, idle_ms, holder, only_suspects)
     -- end guard
     requeue(job, kind)
   end
-  if is_dead(job) then
+  if redis.call('HSTRLEN', job_key(id), 'spec') > MAX_SPEC_BYTES then
+    close_failed(job, 'bad_request', 'the job has too many bytes', false)
+    settled = settled + 1
+  elseif is_dead(job) then
     bury(job, holder)
     settled = settled + 1
   elseif job.strikes >= 1 and not (alone and #jobs == 0) then

@@ -115,10 +115,11 @@ async def test_error_reply_leaves_the_events_to_be_sent_again(bench: Bench, clie
     row = await bench.take()
     row.add("a", [5])
     keys = bench.scripts.keys
-    await client.rename(keys.job("a"), f"{keys.job('a')}.away")
-    await client.set(keys.job("a"), "not a hash")
+    await client.hdel(keys.job("a"), "begun")  # so that EMIT writes a receipt, and fails at it
+    await client.rename(keys.meta, f"{keys.meta}.away")
+    await client.set(keys.meta, "not a hash")
     assert not await bench.publisher.flush()
     assert len(row.frozen) == 2 and not bench.gone
-    await client.rename(f"{keys.job('a')}.away", keys.job("a"))
+    await client.rename(f"{keys.meta}.away", keys.meta)
     assert await bench.publisher.flush()
     assert row.seq == 2
