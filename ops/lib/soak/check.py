@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from mlxq.protocol.errors import JobFailed, MlxqError
 from mlxq.protocol.events import (
     Done,
     Event,
@@ -30,6 +31,7 @@ async def check_round(world: World, jobs: Sequence[Submitted]) -> None:
     """Raises Violation at the first promise that does not hold."""
     for job in jobs:
         await _check_job(world, job)
+    await _check_results(world, jobs)
     await check_keys(world)
     await _check_dead(world, jobs)
     await _check_subscriptions(world)
@@ -66,6 +68,18 @@ async def _check_job(world: World, job: Submitted) -> None:
 def _require(promise: object, broken: str) -> None:
     if not promise:
         raise Violation(broken)
+
+
+def _require_same(what: str, found: Sequence[Any], right: Sequence[Any]) -> None:
+    if found == right:
+        return
+    pairs = enumerate(zip(found, right, strict=False))
+    first = next((index for index, (a, b) in pairs if a != b), min(len(found), len(right)))
+    near = slice(max(0, first - 2), first + 5)
+    raise Violation(
+        f"{what}: {len(found)} where {len(right)} are right; from {near.start} on "
+        f"{found[near]!r}, not {right[near]!r}"
+    )
 
 
 def read_transcript(entries: Stored) -> list[Event]:
@@ -105,14 +119,13 @@ def check_events(plan: JobPlan, events: Sequence[Event], *, withdrawn: bool = Fa
     _require(ends[-1] in _allowed(plan, withdrawn), f"it must not end as {ends[-1]}")
     tokens = token_ids(events)
     text = "".join(event.text for event in events if isinstance(event, Token))
-    right = answer(plan.id, len(tokens))
-    _require(tokens == right, f"the tokens are {tokens}, not {right}")
+    _require_same("the tokens", tokens, answer(plan.id, len(tokens)))
     if ends[-1] in ("stop", "length"):
-        _require(text == plan.text, f"the text is {text!r}, not {plan.text!r}")
+        _require_same("the text", text, plan.text)
         stopped = plan.stop is not None and len(tokens) <= plan.tokens
         _require(len(tokens) == plan.tokens or stopped, f"{len(tokens)} tokens")
     elif plan.tokens < ENDLESS:
-        _require(plan.text.startswith(text), f"the text is {text!r}, not of {plan.text!r}")
+        _require_same("the text", text, plan.text[: len(text)])
 
 
 def _allowed(plan: JobPlan, withdrawn: bool) -> set[str]:
@@ -146,7 +159,7 @@ def check_hash(plan: JobPlan, fields: dict[bytes, bytes], events: Sequence[Event
     if b"result" in fields:
         result = decode_result(fields[b"result"])
         _require(result.token_ids == token_ids(events), "the result has other tokens")
-        _require(result.text == plan.text, f"the result has another text: {result.text!r}")
+        _require_same("the text of the result", result.text, plan.text)
 
 
 def _check_abort(job: Submitted, fields: dict[bytes, bytes]) -> None:
@@ -160,8 +173,27 @@ def check_reading(reading: Reading, events: Sequence[Event]) -> None:
     _require(not reading.error, f"{reading.plan} got {reading.error}")
     given = [event.id for event in reading.events]
     right = [event.id for event in events]
-    _require(given == right, f"{reading.plan} was given {given}, not {right}")
+    _require_same(f"what {reading.plan} was given", given, right)
     _require(reading.events == list(events), f"{reading.plan} was given other events")
+
+
+async def _check_results(world: World, jobs: Sequence[Submitted]) -> None:
+    """`result` gives the same as the stream, asked for in another place afterwards."""
+    for index, job in enumerate(jobs):
+        read = [reading for reading in job.readings if reading.events]
+        if index % 10 or not read:
+            continue
+        events = read[0].events
+        producer = world.producers[index // 10 % len(world.producers)]
+        try:
+            result = await producer.attach(job.plan.id).result(timeout=30)
+        except JobFailed as failure:
+            _require(failure.code == end_of(events[-1]), f"{job.plan.id}: result raised {failure}")
+            continue
+        except (MlxqError, TimeoutError) as error:
+            raise Violation(f"{job.plan.id}: result raised {error!r}") from None
+        _require(result.finish_reason == end_of(events[-1]), f"{job.plan.id}: {result}")
+        _require_same(f"the result of {job.plan.id}", result.token_ids, token_ids(events))
 
 
 async def check_keys(world: World) -> None:
