@@ -117,7 +117,8 @@ def plan_round(seed: int, number: int, shape: Shape) -> RoundPlan:
     weights = [WEIGHTS[kind] for kind in kinds]
     faults = [
         FaultPlan(
-            at_s=rng.uniform(0.3, shape.seconds),
+            # Some come when most is done: then nothing else stirs who has to clear up.
+            at_s=rng.uniform(0.3, shape.seconds * rng.choice((1, 1, 1, 1, 1.7))),
             kind=rng.choices(kinds, weights)[0],
             target=rng.randrange(1_000),
             length_s=shape.lease_s * rng.choice((0.3, 0.8, 1.5, 3.0)),
