@@ -9,8 +9,8 @@ from msgspec import Struct
 from redis.asyncio import Redis
 
 from mlxq.producer.shard import Shard
-from mlxq.protocol.errors import UnknownJob
-from mlxq.protocol.keys import shard_of
+from mlxq.protocol.errors import SubmitRefused, UnknownJob
+from mlxq.protocol.keys import check_job_id, shard_of
 from mlxq.protocol.scripts import run
 
 PAGE = 200
@@ -50,8 +50,8 @@ class DeadLetters:
         return sorted(found, key=lambda job: job.died_ms)
 
     async def show(self, job_id: str) -> DeadJob:
-        """The latest with this job id. Raises UnknownJob."""
-        shard = self._shards[shard_of(job_id, len(self._shards))]
+        """The latest with this job id. Raises UnknownJob, or BadRequest for a bad id."""
+        shard = self._shards[shard_of(check_job_id(job_id), len(self._shards))]
         for job in reversed(await self._read(shard)):
             if job.id == job_id:
                 return job
@@ -61,13 +61,17 @@ class DeadLetters:
         """Submits the job again with a clean record, under a new id, and drops the dead letter.
 
         The new id is ID-rN; doing it again with the same dead letter gives the same job.
-        Returns it. Raises UnknownJob.
+        Returns it. Raises UnknownJob, or SubmitRefused; the dead letter then stays.
         """
         job = await self.show(job_id)
         new_id = f"{job.id[:48]}-r{job.died_ms}"[:64]
         shard = self._shards[shard_of(new_id, len(self._shards))]
         call = shard.scripts.enqueue(new_id, job.spec.encode(), cap=0)
-        await shard.connections.ask(lambda client: run(client, call), allowed_s=self._timeout_s)
+        reply = await shard.connections.ask(
+            lambda client: run(client, call), allowed_s=self._timeout_s
+        )
+        if reply.status not in ("ok", "dup"):
+            raise SubmitRefused(f"the server refused {new_id}: {reply.status}")
         await self._drop(job)
         return new_id
 
@@ -102,13 +106,20 @@ class DeadLetters:
 
 
 def _dead_job(entry: bytes, fields: dict[bytes, bytes]) -> DeadJob:
-    texts = {name.decode(): value.decode("utf-8", "replace") for name, value in fields.items()}
+    texts = {
+        name.decode("utf-8", "replace"): value.decode("utf-8", "replace")
+        for name, value in fields.items()
+    }
     return DeadJob(
         id=texts.get("id", ""),
         entry=entry.decode(),
         spec=texts.get("spec", ""),
-        crashes=int(texts.get("crashes", "0")),
-        strikes=int(texts.get("strikes", "0")),
+        crashes=_count(texts.get("crashes")),
+        strikes=_count(texts.get("strikes")),
         owner=texts.get("owner", ""),
         reason=texts.get("reason", ""),
     )
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() and len(text) < 20 else 0

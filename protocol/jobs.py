@@ -100,7 +100,10 @@ def decode_job(spec: bytes | str) -> Job:
     try:
         job = _decoder.decode(spec)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise BadRequest(str(error)) from None
+        reason = str(error)
+        if reason.endswith(".type`"):  # of a content part: nothing else has a type
+            reason += ": only text parts are supported"
+        raise BadRequest(reason) from None
     given = [
         name
         for name, value in (
