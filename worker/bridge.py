@@ -59,7 +59,7 @@ class Bridge:
 
     async def begin(self, taken: Taken) -> None:
         """Admits a job that was just taken, or fails it. Its row is in the table from here on."""
-        for old in self._rows.of_job(taken.id):
+        if (old := self._rows.of_job(taken.id)) is not None:
             self.drop(old, "superseded")
         row = Row(taken)
         self._rows.add(row)
@@ -69,8 +69,10 @@ class Bridge:
             generated = await self._restore(row, taken, admitted)
         except BadRequest as error:
             row.fail(error.code, str(error))
+            self._rows.ended(row)
         except CannotResume as error:
             row.fail("internal", str(error), retryable=True)
+            self._rows.ended(row)
         else:
             self._enter(row, admitted, generated)
         self._publisher.notify()
@@ -139,7 +141,7 @@ class Bridge:
         if output.finish == "error":
             _log.error("row_failed", **log_key(row), error=output.error)
             row.fail("internal", output.error, retryable=True)
-            self._rows.changed()
+            self._rows.ended(row)
         elif output.finish is not None:
             self._end(row, output.finish)
 
@@ -149,7 +151,7 @@ class Bridge:
         if held_back := row.stage.flush():
             row.add(held_back, [])
         row.finish("stop" if reason == "stop" else "length")
-        self._rows.changed()
+        self._rows.ended(row)
 
     def drop(self, row: Row, why: str) -> None:
         """This worker no longer holds the row: fenced, aborted, expired, superseded."""
@@ -158,7 +160,8 @@ class Bridge:
 
     def gone(self, row: Row, why: str) -> None:
         """The row has left the table; nothing of it stays in the engine."""
-        self._engine.cancel(row.key)
+        if row.decoding:
+            self._engine.cancel(row.key)
         self._metrics.ended(why)
         if row.first_token_s is not None:
             self._metrics.first_token(row.first_token_s)

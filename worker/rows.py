@@ -201,13 +201,15 @@ class Row:
 
 
 class Rows:
-    """All rows of this worker by (job id, attempt). Loop thread only.
+    """All rows of this worker by (job id, attempt), at most one a job. Loop thread only.
 
     `on_change` runs when a row comes, ends or goes, with this table.
     """
 
     def __init__(self, on_change: Callable[[Rows], None] = lambda rows: None) -> None:
         self._rows: dict[RowKey, Row] = {}
+        self._by_job: dict[str, Row] = {}
+        self._decoding: set[RowKey] = set()
         self.on_change = on_change
         self.empty = asyncio.Event()
         self.empty.set()
@@ -221,27 +223,33 @@ class Rows:
     def get(self, key: RowKey) -> Row | None:
         return self._rows.get(key)
 
-    def of_job(self, job_id: str) -> list[Row]:
-        """The rows of one job: an old attempt may still be here when a new one is handed out."""
-        return [row for row in self._rows.values() if row.key.job_id == job_id]
+    def of_job(self, job_id: str) -> Row | None:
+        """The row of one job: an old attempt may still be here when a new one is handed out."""
+        return self._by_job.get(job_id)
 
     def add(self, row: Row) -> None:
-        self._rows[row.key] = row
+        """Takes in a row. An old one of its job must have been removed."""
+        assert row.key.job_id not in self._by_job
+        self._rows[row.key] = self._by_job[row.key.job_id] = row
+        self._decoding.add(row.key)
         self.empty.clear()
+        self.on_change(self)
+
+    def ended(self, row: Row) -> None:
+        """The row has its ending: it has left its slot, and waits for its FINISH."""
+        self._decoding.discard(row.key)
         self.on_change(self)
 
     def remove(self, row: Row) -> bool:
         """Whether the row was still here."""
-        here = self._rows.pop(row.key, None) is not None
-        if here:
-            if not self._rows:
-                self.empty.set()
-            self.on_change(self)
-        return here
-
-    def changed(self) -> None:
-        """A row has left its slot or the table."""
+        if self._rows.pop(row.key, None) is None:
+            return False
+        del self._by_job[row.key.job_id]
+        self._decoding.discard(row.key)
+        if not self._rows:
+            self.empty.set()
         self.on_change(self)
+        return True
 
     @property
     def keys(self) -> tuple[RowKey, ...]:
@@ -250,7 +258,7 @@ class Rows:
     @property
     def occupied(self) -> int:
         """Slots of the batch in use."""
-        return sum(row.decoding for row in self._rows.values())
+        return len(self._decoding)
 
 
 def log_key(row: Row) -> dict[str, Any]:
