@@ -93,11 +93,11 @@ def _run(config: Config, log_level: str) -> int:
 
     async def main() -> int:
         orders = Orders()
-        orders.listen()
         load = partial(
             load_batch, config.model, max_batch=config.max_batch, prefill_step=config.prefill_step
         )
-        return await serve(config, load, orders)
+        with orders.listening():
+            return await serve(config, load, orders)
 
     configure(log_level, worker=config.name, owner=config.owner)
     return asyncio.run(main())

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Order(Enum):
@@ -24,11 +28,19 @@ class Orders:
         self.cause: BaseException | None = None
         self._risen = asyncio.Event()
 
-    def listen(self) -> None:
-        """Takes SIGTERM and SIGINT as orders from now on."""
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes SIGTERM and SIGINT as orders. After the block they are ignored: the process is
+        about to end, and one signal more must not change its exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.on_signal)
+        for number in SIGNALS:
+            # The loop's own handlers give way to the default action when it closes.
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(self.on_signal))
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     def give(self, order: Order, cause: BaseException | None = None) -> None:
         if order.value > self.order.value:

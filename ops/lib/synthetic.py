@@ -240,8 +240,8 @@ def main(arguments: Sequence[str]) -> int:
 
     async def run() -> int:
         orders = Orders()
-        orders.listen()
-        return await serve(config, load, orders, lambda path: Tokenizer(Vocabulary()))
+        with orders.listening():
+            return await serve(config, load, orders, lambda path: Tokenizer(Vocabulary()))
 
     configure(options.log_level, worker=config.name, owner=config.owner)
     return asyncio.run(run())
