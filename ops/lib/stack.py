@@ -20,6 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from mlxq.protocol.keys import Keys
+from ops.lib.bootstrap import ROOT
 from ops.lib.server import Server
 
 # Reads "+PID" and "-PID" from stdin. When that ends, however we ended, it kills who is left.
@@ -64,7 +65,7 @@ class Guard:
 
 
 class Worker:
-    """One `mlxq worker` process with a log file."""
+    """One worker process with a log file."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = name
@@ -82,10 +83,12 @@ class Worker:
 class Stack:
     """Owns a server, workers and their logs from `with` to its end. Used from one thread.
 
+    model   None: the workers are those of `ops.lib.synthetic`, which need none
+
     Invariant: a process that was started here and not reaped here is known to the guard.
     """
 
-    def __init__(self, model: Path, queue: str, *worker_options: str) -> None:
+    def __init__(self, model: Path | None, queue: str, *worker_options: str) -> None:
         self.model = model
         self.queue = queue
         self.worker_options = worker_options
@@ -129,10 +132,13 @@ class Stack:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_worker(self, name: str, *options: str, threads: int = 0) -> Worker:
-        """Starts `mlxq worker` under `name`; `threads` > 0 limits those of its matrix products."""
+        """Starts a worker under `name`; `threads` > 0 limits those of its matrix products."""
         if name in self.workers:
             raise ValueError(f"a worker {name} runs already")
-        command = [str(Path(sys.executable).with_name("mlxq")), "worker", str(self.model)]
+        if self.model is None:
+            command = [sys.executable, "-m", "ops.lib.synthetic"]
+        else:
+            command = [str(Path(sys.executable).with_name("mlxq")), "worker", str(self.model)]
         command += ["--redis", self.url, "--queue", self.queue, "--name", name]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if threads > 0:
@@ -145,6 +151,7 @@ class Stack:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                cwd=ROOT if self.model is None else None,
                 start_new_session=True,
             )
         self.guard.add(process.pid)

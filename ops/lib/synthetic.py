@@ -4,7 +4,7 @@ All of the worker is the real one but the batch and the vocabulary. It starts in
 runs hundreds of rows at thousands of tokens a second, and its answers are known in advance: token
 k of a job depends on its id and k alone, so a resumed job goes on exactly, and `answer_text` tells
 any reader what it must have read. Every job ends at max_tokens. SIGUSR1 and SIGUSR2 make its
-clocks jump.
+clocks jump. For benchmarks, `--stamp` makes every id the time at which it was chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
@@ -60,6 +60,11 @@ def answer_text(job_id: str, tokens: int) -> str:
 
 def _token(seed: int, position: int) -> int:
     return BYTES + ((seed ^ (position * 0x9E3779B1)) >> 8) % WORDS
+
+
+def stamp(seed: int, position: int) -> int:
+    """The time of this machine's monotonic clock in microseconds, as an id without text."""
+    return time.monotonic_ns() // 1_000
 
 
 class Vocabulary:
@@ -117,13 +122,22 @@ class SyntheticBatch:
 
     step_s          time from one step to the next, as far as the machine keeps up
     prefill_step    prompt ids that one row reads per step
+    choose          the id of a row's seed and position
     """
 
-    def __init__(self, faults: Faults, *, step_s: float, prefill_step: int) -> None:
+    def __init__(
+        self,
+        faults: Faults,
+        *,
+        step_s: float,
+        prefill_step: int,
+        choose: Callable[[int, int], int] = _token,
+    ) -> None:
         self.info = INFO
         self._faults = faults
         self._step_s = step_s
         self._prefill_step = prefill_step
+        self._choose = choose
         self._rows: dict[RowKey, SyntheticRow] = {}
         self._due_s = 0.0
 
@@ -154,7 +168,7 @@ class SyntheticBatch:
                 row.reading -= 1
                 continue
             row.position = position + 1
-            token = _token(row.seed, position)
+            token = self._choose(row.seed, position)
             if row.position < row.end:
                 outputs.append(Output(key, [token]))
             else:
@@ -209,6 +223,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stall-timeout-s", type=float, default=60.0)
     parser.add_argument("--prefill-step", type=int, default=512)
     parser.add_argument("--step-ms", type=float, default=2.0, help="time from step to step")
+    parser.add_argument("--stamp", action="store_true", help="ids are the time they are chosen")
     parser.add_argument("--jump-s", type=float, default=3600.0, help="on SIGUSR1 and SIGUSR2")
     parser.add_argument("--metrics-port", type=int)
     parser.add_argument("--log-level", default="info")
@@ -236,7 +251,8 @@ def main(arguments: Sequence[str]) -> int:
 
     def load() -> SyntheticBatch:
         step_s, prefill_step = options.step_ms / 1000, config.prefill_step
-        return SyntheticBatch(faults, step_s=step_s, prefill_step=prefill_step)
+        choose = stamp if options.stamp else _token
+        return SyntheticBatch(faults, step_s=step_s, prefill_step=prefill_step, choose=choose)
 
     async def run() -> int:
         orders = Orders()
