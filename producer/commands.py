@@ -24,6 +24,7 @@ from mlxq.producer.options import (
     RedisUrl,
     Shards,
     console,
+    harmless,
     open_producer,
     run,
 )
@@ -152,6 +153,7 @@ async def _show(job: JobHandle, after: EventId, as_json: bool) -> int:
     """Prints the job's output; the exit code. Raises what reading it raises."""
     text = ""
     shown = False
+    write = harmless if sys.stdout.isatty() else str
     try:
         async for event in job.events(after):
             shown = True
@@ -159,7 +161,7 @@ async def _show(job: JobHandle, after: EventId, as_json: bool) -> int:
                 print(encode_event(event).decode(), flush=True)
             elif isinstance(event, Token) and event.channel is None:
                 text = event.text or text
-                print(event.text, end="", flush=True)
+                print(write(event.text), end="", flush=True)
             if isinstance(event, Failed):
                 raise JobFailed(event.code, event.message, event.retryable)
             if isinstance(event, Done) and event.finish_reason == "aborted":
@@ -169,7 +171,7 @@ async def _show(job: JobHandle, after: EventId, as_json: bool) -> int:
             raise
         result = await job.result()
         text = msgspec.json.encode(result).decode() if as_json else result.text
-        print(text, end="")
+        print(write(text), end="")
     finally:
         if text and not text.endswith("\n"):
             print(flush=True)

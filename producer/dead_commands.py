@@ -19,6 +19,7 @@ from mlxq.producer.options import (
     open_producer,
     run,
 )
+from mlxq.producer.status_view import cell
 
 app = typer.Typer(help="Jobs that were given up.", no_args_is_help=True)
 
@@ -46,7 +47,8 @@ def list_dead(
             table.add_column(column)
         for job in jobs:
             died = datetime.fromtimestamp(job.died_ms / 1000, UTC)
-            table.add_row(job.id, f"{died:%F %T}", str(job.crashes), job.owner, job.reason)
+            cells = (job.id, f"{died:%F %T}", str(job.crashes), job.owner, job.reason)
+            table.add_row(*map(cell, cells))
         console().print(table if jobs else "no dead letters")
         return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -28,6 +29,8 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="Job id.")]
 
 DEFAULT_URL = "redis://localhost:6379"
 
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters but tab and newline
+
 
 def open_producer(url: str, queue: str, shards: int = 1) -> Producer:
     """A producer that gives up sooner than a program would. Raises BadRequest for a bad URL."""
@@ -42,6 +45,11 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 240)
 
 
+def harmless(text: str) -> str:
+    """What others wrote, without the characters that a terminal would obey instead of showing."""
+    return _OBEYED.sub("\ufffd", text)
+
+
 def run(action: Callable[[], Coroutine[Any, Any, int]]) -> None:
     """Runs a command and ends the process with its exit code."""
     # A failure is told in one line; what was overcome on the way is not.
@@ -51,6 +59,6 @@ def run(action: Callable[[], Coroutine[Any, Any, int]]) -> None:
     except KeyboardInterrupt:
         code = 130
     except MlxqError as error:
-        print(f"mlxq: {error}", file=sys.stderr)
+        print(f"mlxq: {harmless(str(error))}", file=sys.stderr)
         code = 2 if isinstance(error, BadRequest) else 1
     raise typer.Exit(code)

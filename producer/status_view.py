@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mlxq.producer.options import harmless
 from mlxq.producer.status import Status, WorkerStatus
 from mlxq.protocol.keys import LANES
 
@@ -28,8 +29,13 @@ def render(status: Status) -> RenderableType:
     for column in COLUMNS:
         table.add_column(column)
     for worker in status.workers:
-        table.add_row(*_cells(worker, status.now_ms))
+        table.add_row(*map(cell, _cells(worker, status.now_ms)))
     return Group(text, table)
+
+
+def cell(text: str) -> Text:
+    """What others wrote, as it is: no markup, and nothing that a terminal would obey."""
+    return Text(harmless(text))
 
 
 def _cells(worker: WorkerStatus, now_ms: int) -> tuple[str, ...]:
