@@ -250,7 +250,7 @@ async def pass_time(world: World) -> None:
     pipeline = client.pipeline(transaction=False)
     for name in await all_keys(world):
         if name not in _standing(world) and not name.startswith(presence):
-            pipeline.pexpire(name, 1)
+            pipeline.pexpire(name, 1, xx=True)
     await pipeline.execute()
     await asyncio.sleep(0.05)
     left = [

@@ -63,24 +63,31 @@ async def soak(options: argparse.Namespace, path: str) -> int:
         f"seed {options.seed}, {options.workers} workers, {options.server}", highlight=False
     )
     shape = Shape(jobs=options.jobs, seconds=options.seconds)
-    broken = None
     async with standing(path, shape, options.workers) as world:
-        rounds = Rounds(world, options.seed)
-        number, until_s = options.first_round, time.monotonic() + options.minutes * 60
-        with showing(console, world, rounds):
-            while time.monotonic() < until_s and broken is None:
-                if options.rounds and number >= options.first_round + options.rounds:
-                    break
-                try:
-                    await rounds.run(number)
-                except Violation as violation:
-                    broken = report_violation(world, options.seed, number, violation)
-                number += 1
-        console.print(table_of(world, rounds))
-        if broken:
+        rounds, how, broken = Rounds(world, options.seed), "stopped", ""
+        try:
+            with showing(console, world, rounds):
+                broken = await run_rounds(world, rounds, options)
+            how = "violation" if broken else "ok"
+        finally:
+            console.print(table_of(world, rounds))
             console.print(broken, markup=False, highlight=False, soft_wrap=True)
-        print(json.dumps(numbers_of(world, rounds, options, broken is None)))
+            print(json.dumps({"soak": how, **numbers_of(world, rounds, options)}))
     return 1 if broken else 0
+
+
+async def run_rounds(world: World, rounds: Rounds, options: argparse.Namespace) -> str:
+    """Returns an empty text when the time is up, or what was broken."""
+    number, until_s = options.first_round, time.monotonic() + options.minutes * 60
+    while time.monotonic() < until_s:
+        if options.rounds and number >= options.first_round + options.rounds:
+            break
+        try:
+            await rounds.run(number)
+        except Violation as violation:
+            return report_violation(world, options.seed, number, violation)
+        number += 1
+    return ""
 
 
 @contextlib.contextmanager
@@ -139,14 +146,11 @@ def _range(mb: list[float]) -> str:
     return f"{min(mb):.1f} to {max(mb):.1f}, now {mb[-1]:.1f}" if mb else "-"
 
 
-def numbers_of(
-    world: World, rounds: Rounds, options: argparse.Namespace, whole: bool
-) -> dict[str, Any]:
-    """The same numbers for the last line."""
+def numbers_of(world: World, rounds: Rounds, options: argparse.Namespace) -> dict[str, Any]:
+    """The numbers for the last line."""
     news, health = world.news, rounds.health
     lived = max((len(memory.mb) for memory in health.workers.values()), default=0)
     return {
-        "soak": "ok" if whole else "violation",
         "seed": options.seed,
         "server": options.server,
         "workers": options.workers,
