@@ -124,7 +124,7 @@ class Bridge:
         """The outputs of one step: ids become text, and ends become terminal events."""
         for output in outputs:
             row = self._rows.get(output.key)
-            if row is not None and row.decoding:
+            if row is not None and row.key is output.key and row.decoding:
                 self._advance(row, output)
         self._publisher.notify()
 

@@ -137,7 +137,7 @@ class Publisher:
 
     async def _settle(self, row: Row, item: EmitItem | None, status: int) -> bool:
         """What one status means for its row. False: the same bytes must be sent again."""
-        if self._rows.get(row.key) is None:
+        if self._rows.get(row.key) is not row:
             return True
         if status == GAP:
             return await self._mend_gap(row)

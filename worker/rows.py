@@ -242,8 +242,9 @@ class Rows:
 
     def remove(self, row: Row) -> bool:
         """Whether the row was still here."""
-        if self._rows.pop(row.key, None) is None:
+        if self._rows.get(row.key) is not row:
             return False
+        del self._rows[row.key]
         del self._by_job[row.key.job_id]
         self._decoding.discard(row.key)
         if not self._rows:

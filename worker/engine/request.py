@@ -10,7 +10,11 @@ from typing import Literal, NamedTuple
 
 
 class RowKey(NamedTuple):
-    """Names one row: a late message about attempt 1 can never hit attempt 2 of the same job."""
+    """Names one row: a late message about attempt 1 can never hit attempt 2 of the same job.
+
+    A server that lost its data counts attempts anew. So a row's outputs carry the very key object
+    that came with its request, and a late one of an earlier row of that name is not taken for it.
+    """
 
     job_id: str
     attempt: int
