@@ -127,6 +127,18 @@ def test_an_end_that_was_asked_for_is_right(changes: dict[str, object], end: Eve
         check_events(PLAN, [*transcript()[:-1], end])
 
 
+@pytest.mark.parametrize(("attempt", "right"), [(4, True), (3, False)])
+def test_an_innocent_is_given_up_only_after_two_attempts_without_a_token(
+    attempt: int, right: bool
+) -> None:
+    end = msgspec.structs.replace(failed("worker_lost"), id=f"{attempt}-7", attempts=attempt)
+    events = [*transcript()[:-1], end]
+    if right:
+        return check_events(PLAN, events)
+    with pytest.raises(Violation, match="worker_lost"):
+        check_events(PLAN, events)
+
+
 def test_a_submit_that_was_withdrawn_may_end_aborted() -> None:
     check_events(PLAN, [*transcript()[:-1], aborted()], withdrawn=True)
 

@@ -33,8 +33,8 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     world.members.append(member)
     async with Producer(server.url, QUEUE) as producer:
         await producer.submit(prompt="x", job_id="a")
-    await world.client.hset(world.keys.worker(OWNER), "pid", PID)
-    await world.client.expire(world.keys.worker(OWNER), 60)
+    await world.client.hset(world.shards[0].worker(OWNER), "pid", PID)
+    await world.client.expire(world.shards[0].worker(OWNER), 60)
     yield world
     await world.close()
     server.stop()
@@ -54,13 +54,13 @@ async def test_a_job_that_waits_beside_a_free_slot_is_found(world: World) -> Non
 
 
 async def test_a_job_whose_worker_is_gone_is_found(world: World) -> None:
-    await run(world.client, Scripts(world.keys).take("w2.0", 1, lease_ms=1_000))
+    await run(world.client, Scripts(world.shards[0]).take("w2.0", 1, lease_ms=1_000))
     with pytest.raises(Violation, match="free slots"):
         await looks(world)
 
 
 async def test_a_job_that_a_worker_holds_does_not_wait(world: World) -> None:
-    await run(world.client, Scripts(world.keys).take(OWNER, 1, lease_ms=1_000))
+    await run(world.client, Scripts(world.shards[0]).take(OWNER, 1, lease_ms=1_000))
     await looks(world)
 
 
@@ -70,20 +70,20 @@ async def test_a_worker_that_is_not_up_does_not_idle(world: World) -> None:
 
 
 async def test_a_suspect_waits_for_an_empty_worker(world: World) -> None:
-    await world.client.hset(world.keys.job("a"), "strikes", 1)
+    await world.client.hset(world.shards[0].job("a"), "strikes", 1)
     await looks(world)
 
 
 async def test_what_would_stay_for_ever_is_found(world: World) -> None:
-    with pytest.raises(Violation, match="lane normal is not empty"):
+    with pytest.raises(Violation, match="jobs:normal is not empty"):
         await check_keys(world)
-    await run(world.client, Scripts(world.keys).abort("a"))
+    await run(world.client, Scripts(world.shards[0]).abort("a"))
     await check_keys(world)
-    await world.client.persist(world.keys.events("a"))
+    await world.client.persist(world.shards[0].events("a"))
     with pytest.raises(Violation, match="events:a would stay for ever"):
         await check_keys(world)
     with pytest.raises(Violation, match="left behind"):
         await pass_time(world)
-    await world.client.expire(world.keys.events("a"), 60)
+    await world.client.expire(world.shards[0].events("a"), 60)
     await pass_time(world)
-    assert not await world.client.exists(world.keys.job("a"))
+    assert not await world.client.exists(world.shards[0].job("a"))

@@ -24,21 +24,23 @@ from ops.lib.soak.plan import ENDLESS, JobPlan
 from ops.lib.soak.world import World
 from ops.lib.synthetic import answer
 
+MOST_UNLUCKY = 2  # innocent jobs given up in a round; see `is_unlucky`
+
 Stored = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 async def check_round(world: World, jobs: Sequence[Submitted]) -> None:
     """Raises Violation at the first promise that does not hold."""
-    for job in jobs:
-        await _check_job(world, job)
+    ends = {job.plan.id: await _check_job(world, job) for job in jobs}
     await _check_results(world, jobs)
     await check_keys(world)
-    await _check_dead(world, jobs)
+    await _check_dead(world, jobs, ends)
     await _check_subscriptions(world)
 
 
-async def _check_job(world: World, job: Submitted) -> None:
-    keys, client = world.keys, world.client
+async def _check_job(world: World, job: Submitted) -> str:
+    """How it ended; empty: it never was."""
+    keys, client = world.keys_of(job.plan.id), world.client
     pipeline = client.pipeline(transaction=False)
     pipeline.hgetall(keys.job(job.plan.id))
     pipeline.xrange(keys.events(job.plan.id))
@@ -46,7 +48,7 @@ async def _check_job(world: World, job: Submitted) -> None:
     try:
         if not fields and not job.confirmed:
             _require(not entries, "events of a job that never was")
-            return
+            return ""
         events = read_transcript(entries)
         check_events(job.plan, events, withdrawn=bool(job.refused))
         check_hash(job.plan, fields, events)
@@ -63,6 +65,7 @@ async def _check_job(world: World, job: Submitted) -> None:
     news.counts["tokens"] += len(token_ids(events))
     news.counts["readers"] += len(job.readings)
     news.ends[end_of(events[-1])] += 1
+    return end_of(events[-1])
 
 
 def _require(promise: object, broken: str) -> None:
@@ -116,7 +119,7 @@ def check_events(plan: JobPlan, events: Sequence[Event], *, withdrawn: bool = Fa
     ids = [EventId.parse(event.id) for event in events]
     _require([each.seq for each in ids] == list(range(1, len(ids) + 1)), "a gap in seq")
     _require(ids == sorted(ids), "ids do not ascend")
-    _require(ends[-1] in _allowed(plan, withdrawn), f"it must not end as {ends[-1]}")
+    _require(ends[-1] in _allowed(plan, events, withdrawn), f"it must not end as {ends[-1]}")
     tokens = token_ids(events)
     text = "".join(event.text for event in events if isinstance(event, Token))
     _require_same("the tokens", tokens, answer(plan.id, len(tokens)))
@@ -128,17 +131,25 @@ def check_events(plan: JobPlan, events: Sequence[Event], *, withdrawn: bool = Fa
         _require_same("the text", text, plan.text[: len(text)])
 
 
-def _allowed(plan: JobPlan, withdrawn: bool) -> set[str]:
+def _allowed(plan: JobPlan, events: Sequence[Event], withdrawn: bool) -> set[str]:
     allowed = set()
-    if plan.fault == "poison":
+    if plan.fault == "poison" or is_unlucky(events):
         allowed.add("worker_lost")
-    elif plan.tokens < ENDLESS:
+    if plan.fault != "poison" and plan.tokens < ENDLESS:
         allowed |= {"length", "stop"} if plan.stop else {"length"}
     if plan.abort_s is not None or withdrawn:
         allowed.add("aborted")
     if plan.deadline_s is not None:
         allowed.add("deadline_exceeded")
     return allowed
+
+
+def is_unlucky(events: Sequence[Event]) -> bool:
+    """Whether three workers can have crashed with an innocent job of which at least the last two
+    had stored no token: nothing tells it from poison, so it may be given up."""
+    attempts = EventId.parse(events[-1].id).attempt
+    spoke = [EventId.parse(event.id).attempt for event in events if isinstance(event, Token)]
+    return attempts >= 3 and attempts - max(spoke, default=0) >= 2
 
 
 def check_hash(plan: JobPlan, fields: dict[bytes, bytes], events: Sequence[Event]) -> None:
@@ -198,20 +209,25 @@ async def _check_results(world: World, jobs: Sequence[Submitted]) -> None:
 
 async def check_keys(world: World) -> None:
     """Nothing is left on the lanes, and nothing that would stay for ever."""
-    client, keys = world.client, world.keys
-    for lane in LANES:
-        key = keys.lane(lane)
-        _require(await client.xlen(key) == 0, f"lane {lane} is not empty")
-        groups: list[dict[str, Any]] = []
-        if await client.exists(key):
-            groups = await client.xinfo_groups(key)
-        pending = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
-        _require(pending == 0, f"lane {lane} has {pending} pending entries")
+    client = world.client
+    for keys in world.shards:
+        for lane in LANES:
+            await _check_lane(world, keys.lane(lane))
+        _require(await client.xlen(keys.bell) <= 1, "the bell keeps more than one entry")
     for name in await all_keys(world):
         if name not in _standing(world):
             left_ms = await client.pttl(name)
             _require(left_ms != -1, f"{name} would stay for ever")
-    _require(await client.xlen(keys.bell) <= 1, "the bell keeps more than one entry")
+
+
+async def _check_lane(world: World, key: str) -> None:
+    client = world.client
+    _require(await client.xlen(key) == 0, f"{key} is not empty")
+    groups: list[dict[str, Any]] = []
+    if await client.exists(key):
+        groups = await client.xinfo_groups(key)
+    pending = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
+    _require(pending == 0, f"{key} has {pending} pending entries")
 
 
 async def all_keys(world: World) -> list[str]:
@@ -219,24 +235,30 @@ async def all_keys(world: World) -> list[str]:
 
 
 def _standing(world: World) -> set[str]:
-    keys = world.keys
-    return {keys.bell, keys.dead, keys.meta, *(keys.lane(lane) for lane in LANES)}
+    standing = set()
+    for keys in world.shards:
+        standing |= {keys.bell, keys.dead, keys.meta, *(keys.lane(lane) for lane in LANES)}
+    return standing
 
 
-async def _check_dead(world: World, jobs: Sequence[Submitted]) -> None:
-    """The dead letters are the poison jobs that were given up, each once. They are purged."""
+async def _check_dead(world: World, jobs: Sequence[Submitted], ends: dict[str, str]) -> None:
+    """The dead letters are the jobs that ended so, each once; few are innocent. They are purged."""
     letters = [letter.id for letter in await world.producers[-1].dead.all()]
-    _require(len(letters) == len(set(letters)), f"given up twice: {letters}")
+    ended = [job_id for job_id, end in ends.items() if end == "worker_lost"]
+    _require(sorted(letters) == sorted(ended), f"dead letters {letters} of {ended}")
     poison = {job.plan.id for job in jobs if job.plan.fault == "poison"}
-    _require(set(letters) <= poison, f"innocents were given up: {set(letters) - poison}")
+    innocent = set(letters) - poison
+    world.news.counts["innocents given up"] += len(innocent)
+    _require(len(innocent) <= MOST_UNLUCKY, f"innocents were given up: {innocent}")
     await world.producers[-1].dead.purge()
 
 
 async def _check_subscriptions(world: World) -> None:
     """No producer is still subscribed to a job: readers that left have let go."""
     for _ in range(60):
-        found: list[Any] = await world.client.pubsub_channels(world.keys.live("*"))
-        left = [name for name in found if name.decode() != world.keys.keepalive]
+        found: list[Any] = await world.client.pubsub_channels("*")
+        keepalives = {keys.keepalive for keys in world.shards}
+        left = [name for name in found if name.decode() not in keepalives]
         if not left:
             return
         await asyncio.sleep(0.25)
@@ -245,17 +267,21 @@ async def _check_subscriptions(world: World) -> None:
 
 async def pass_time(world: World) -> None:
     """As if retention had passed: what has a time to live goes, and nothing else is left."""
-    client, keys = world.client, world.keys
-    presence = keys.worker("")
-    pipeline = client.pipeline(transaction=False)
-    for name in await all_keys(world):
-        if name not in _standing(world) and not name.startswith(presence):
-            pipeline.pexpire(name, 1, xx=True)
+    pipeline = world.client.pipeline(transaction=False)
+    for name in await _passing(world):
+        pipeline.pexpire(name, 1, xx=True)
     await pipeline.execute()
     await asyncio.sleep(0.05)
-    left = [
+    left = await _passing(world)
+    _require(not left, f"left behind for ever: {left}")
+
+
+async def _passing(world: World) -> list[str]:
+    """All keys but those that stand, and what the workers say of themselves."""
+    standing = _standing(world)
+    presence = tuple(keys.worker("") for keys in world.shards)
+    return [
         name
         for name in await all_keys(world)
-        if name not in _standing(world) and not name.startswith(presence)
+        if name not in standing and not name.startswith(presence)
     ]
-    _require(not left, f"left behind for ever: {left}")

@@ -117,7 +117,8 @@ class Faults:
         await self._server("SCRIPT", "FLUSH")
 
     async def _group_lost(self, plan: FaultPlan) -> None:
-        lane = self._world.keys.lane(LANES[plan.choice % len(LANES)])
+        keys = self._world.shards[plan.target % len(self._world.shards)]
+        lane = keys.lane(LANES[plan.choice % len(LANES)])
         await self._server("XGROUP", "DESTROY", lane, "workers")
 
     async def _restart(self, plan: FaultPlan) -> None:

@@ -104,7 +104,7 @@ class Load:
     async def _abort(self, job: Submitted, handle: JobHandle) -> None:
         assert job.plan.abort_s is not None
         await asyncio.sleep(job.plan.abort_s)
-        key = self._world.keys.abort(job.plan.id)
+        key = self._world.keys_of(job.plan.id).abort(job.plan.id)
         if job.plan.bare_key:
             await self._world.insist(lambda: self._world.client.set(key, 1, ex=600))
             job.aborted = "key"

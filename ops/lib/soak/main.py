@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
     parser.add_argument("--first-round", type=int, default=1, help="to see one again")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=1, help="over which the queue is split")
     parser.add_argument("--jobs", type=int, default=Shape.jobs, help="jobs in a round")
     parser.add_argument("--seconds", type=float, default=Shape.seconds, help="of faults in a round")
     parser.add_argument("--server", choices=("valkey", "redis"), default="valkey")
@@ -59,11 +60,10 @@ async def soak(options: argparse.Namespace, path: str) -> int:
     """Returns 0, or 1 after a violation."""
     console = Console()
     logging.getLogger("mlxq.producer").setLevel(logging.CRITICAL)  # it tells of every outage
-    console.print(
-        f"seed {options.seed}, {options.workers} workers, {options.server}", highlight=False
-    )
+    setting = f"{options.workers} workers, {options.shards} shards, {options.server}"
+    console.print(f"seed {options.seed}, {setting}", highlight=False)
     shape = Shape(jobs=options.jobs, seconds=options.seconds)
-    async with standing(path, shape, options.workers) as world:
+    async with standing(path, shape, options.workers, options.shards) as world:
         rounds, how, broken = Rounds(world, options.seed), "stopped", ""
         try:
             with showing(console, world, rounds):
@@ -154,6 +154,7 @@ def numbers_of(world: World, rounds: Rounds, options: argparse.Namespace) -> dic
         "seed": options.seed,
         "server": options.server,
         "workers": options.workers,
+        "shards": options.shards,
         **dict(sorted(news.counts.items())),
         "ends": dict(news.ends),
         "faults": dict(news.faults),

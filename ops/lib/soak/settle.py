@@ -31,15 +31,17 @@ class Watch:
         Not counted: suspects, which wait for an empty worker, and workers that run one or make
         room for one.
         """
-        world, keys, now_s = self._world, self._world.keys, time.monotonic()
+        world, now_s = self._world, time.monotonic()
         owners = await self._owners()
         pipeline = world.client.pipeline(transaction=False)
         for job_id in job_ids:
-            pipeline.hmget(keys.job(job_id), ["state", "owner", "strikes"])
-        pipeline.hget(keys.meta, "solo")
-        *jobs, room = await pipeline.execute()
+            pipeline.hmget(world.keys_of(job_id).job(job_id), ["state", "owner", "strikes"])
+        for keys in world.shards:
+            pipeline.hget(keys.meta, "solo")
+        replies = await pipeline.execute()
+        jobs = replies[: len(job_ids)]
         held: dict[bytes, int] = dict.fromkeys(owners, 0)
-        occupied = {room}
+        occupied = set(replies[len(job_ids) :])
         waiting = set()
         for job_id, (state, owner, strikes) in zip(job_ids, jobs, strict=True):
             suspect = int(strikes or 0) > 0
@@ -73,9 +75,8 @@ class Watch:
         """The worker processes that run now and say so."""
         world = self._world
         pids = {str(member.pid).encode() for member in world.members}
-        keys = [key async for key in world.client.scan_iter(world.keys.worker("*"), count=1_000)]
         owners = []
-        for key in keys:
+        async for key in world.client.scan_iter(world.shards[-1].worker("*"), count=1_000):
             pid = await world.client.hget(key, "pid")
             if pid in pids:
                 owners.append(key.rpartition(b":worker:")[2])
@@ -112,7 +113,7 @@ async def _all_up(world: World) -> None:
 async def _unsettled(world: World, jobs: Sequence[Submitted]) -> str:
     lines = [f"{len(jobs)} jobs have not come to their end"]
     for job in jobs[:8]:
-        stored = await world.client.hgetall(world.keys.job(job.plan.id))
+        stored = await world.client.hgetall(world.keys_of(job.plan.id).job(job.plan.id))
         stored.pop(b"spec", None)
         stored.pop(b"result", None)
         waits = [reading for reading in job.readings if not reading.ended]

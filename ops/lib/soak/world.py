@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from mlxq.producer import Producer
-from mlxq.protocol.keys import Keys
+from mlxq.protocol.keys import Keys, shard_names, shard_of
 from ops.lib.server import Server
 from ops.lib.soak.fleet import Member
 from ops.lib.soak.line import Line
@@ -42,19 +42,25 @@ class World:
     lines       of the workers first, then of the producers
     """
 
-    def __init__(self, server: Server, shape: Shape, folder: Path, guard: Guard) -> None:
+    def __init__(
+        self, server: Server, shape: Shape, folder: Path, guard: Guard, shards: int = 1
+    ) -> None:
         self.server = server
         self.shape = shape
         self.folder = folder
         self.guard = guard
         self.news = News()
-        self.keys = Keys(QUEUE)
+        self.shards = [Keys(name) for name in shard_names(QUEUE, shards)]
         self.client = Redis.from_url(
             server.url, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, protocol=2
         )
         self.members: list[Member] = []
         self.lines: list[Line] = []
         self.producers: list[Producer] = []
+
+    def keys_of(self, job_id: str) -> Keys:
+        """The keys of the shard that the job is in."""
+        return self.shards[shard_of(job_id, len(self.shards))]
 
     async def insist(self, request: Callable[[], Awaitable[T]]) -> T:
         """The soak's own requests, repeated until the server answers."""
@@ -68,7 +74,8 @@ class World:
         for index in range(workers):
             line = await self._line()
             log = self.folder / f"w{index + 1}.log"
-            flags = ["--queue", QUEUE, "--lease-s", str(self.shape.lease_s)]
+            flags = ["--queue", QUEUE, "--shards", str(len(self.shards))]
+            flags += ["--lease-s", str(self.shape.lease_s)]
             flags += ["--step-ms", str(STEP_MS), "--log-level", "info"]
             member = Member(f"w{index + 1}", line, log, self.news, self.guard, *flags)
             self.members.append(member)
@@ -78,6 +85,7 @@ class World:
                 Producer(
                     line.url,
                     QUEUE,
+                    shards=len(self.shards),
                     retention_s=KEPT_S,
                     replay_s=KEPT_S,
                     # The first gives up soon: some of its submits end unanswered.
@@ -122,7 +130,7 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def standing(path: str, shape: Shape, workers: int) -> AsyncIterator[World]:
+async def standing(path: str, shape: Shape, workers: int, shards: int) -> AsyncIterator[World]:
     """A server of the binary `path`, a fleet and producers. All of it ends with the block."""
     server = Server(*SERVER_OPTIONS, path=path)
     folder = Path(tempfile.mkdtemp(prefix="mlxq-soak-"))
@@ -131,7 +139,7 @@ async def standing(path: str, shape: Shape, workers: int) -> AsyncIterator[World
     try:
         server.start()
         guard.add(server.process.pid)  # type: ignore[union-attr]
-        world = World(server, shape, folder, guard)
+        world = World(server, shape, folder, guard, shards)
         await world.open(workers)
         async with asyncio.TaskGroup() as tasks:
             for member in world.members:
