@@ -76,6 +76,7 @@ class Connections:
         now = asyncio.get_running_loop().time
         deadline = None if allowed_s is None else now() + allowed_s
         failures = 0
+        trouble = ""
         while not self._closed:
             try:
                 answer = await self._try(action, deadline)
@@ -84,7 +85,7 @@ class Connections:
             except REFUSALS as error:
                 raise ServerUnreachable(f"refused by Redis: {error}") from None
             except (RedisError, OSError) as error:
-                trouble = str(error) or "timeout"
+                trouble = str(error) or trouble or "timeout"
                 if is_misplaced(error):
                     await self._pool.disconnect(inuse_connections=False)
             failures += 1
