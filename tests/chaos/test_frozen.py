@@ -56,8 +56,8 @@ async def test_a_worker_is_cut_off_for_two_leases(house: House) -> None:
 async def test_connections_that_die_without_a_word(house: House) -> None:
     """Every connection of both workers is cut in mid-stream, five times.
 
-    Promise: 1 2 7. Fails without: the repetition in `Link.insist` and `Publisher.run`: let
-    `Publisher.flush` return True after UNANSWERED.
+    Promise: 1 2 7. Fails without: events kept in `Row.frozen` until they are answered (let
+    `Publisher.flush` take unanswered ones for stored).
     """
     async with Proxy(house.server.port) as proxy:
         await house.start("one", "two", url=proxy.url)

@@ -39,8 +39,8 @@ async def test_killed_at(stage: str, house: House) -> None:
 async def test_killed_while_the_job_waits(house: House) -> None:
     """kill -9 of the only worker while jobs are queued: the next worker takes them.
 
-    Promise: 1. Fails without: `redis.call('XGROUP', 'CREATE', …, 0, …)`, with `$` in place of 0
-    (take.lua).
+    Promise: 1. They were never handed out: one attempt each. Fails without: asking for free slots
+    only (intake.py: `self._ask(free, alone)`, with 100 in place of `free`).
     """
     await house.start("one", flags=("--max-batch", "1"))
     running = await house.submit(tokens=400)
