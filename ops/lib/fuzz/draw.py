@@ -59,7 +59,10 @@ class Draw:
             self._at += size
             return self._data[self._at - size : self._at]
         if kind == 1:
-            return self.text() + self.text()
+            return self._known() + self._known()
+        return self._known()
+
+    def _known(self) -> bytes:
         return KNOWN[self.below(len(KNOWN))]
 
     def reply(self, depth: int = 3) -> Any:
