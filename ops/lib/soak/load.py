@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from mlxq.producer.job import JobHandle
 from mlxq.protocol.errors import MlxqError, ServerUnreachable
 from mlxq.protocol.events import Event
+from mlxq.protocol.scripts import Scripts, run
 from ops.lib.soak.plan import JobPlan, ReaderPlan
 from ops.lib.soak.world import World
 
@@ -96,10 +97,17 @@ class Load:
             )
         except ServerUnreachable as error:
             job.refused = str(error)
-            self._world.news.say(f"{plan.id} is refused: {error}")
+            self._world.news.counts["refused submits"] += 1
+            await self._withdraw(plan.id)
             return None
         job.confirmed = True
         return handle
+
+    async def _withdraw(self, job_id: str) -> None:
+        """The producer tries that too, but no longer than it tried the submit."""
+        await asyncio.sleep(2.0)
+        abort = Scripts(self._world.keys_of(job_id)).abort(job_id)
+        await self._world.insist(lambda: run(self._world.client, abort))
 
     async def _abort(self, job: Submitted, handle: JobHandle) -> None:
         assert job.plan.abort_s is not None
