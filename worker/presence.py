@@ -88,6 +88,9 @@ class Presence:
             pipeline.xlen(self._keys.lane(lane))
             pipeline.xpending(self._keys.lane(lane), GROUP)
         replies = await pipeline.execute(raise_on_error=False)
+        for reply in replies[::2]:
+            if isinstance(reply, Exception):
+                raise reply
         # A lane without a group has nothing pending.
         pending: int = sum(reply["pending"] for reply in replies[1::2] if isinstance(reply, dict))
         held_or_waiting: int = sum(replies[::2])

@@ -35,6 +35,12 @@ def mallory(users: dict[str, User], connect: Connect, queue: str) -> Submitter:
     return Submitter(connect(users["submitter"]), queue)
 
 
+@pytest.fixture(autouse=True)
+def often_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers count what waits ten times a second."""
+    monkeypatch.setattr("mlxq.worker.presence.PRESENCE_INTERVAL_S", 0.1)
+
+
 @pytest.fixture
 async def worker(users: dict[str, User], queue: str, load: Load) -> AsyncIterator[Running]:
     url = users["worker"].url
@@ -201,3 +207,14 @@ async def test_a_key_of_the_wrong_kind_is_no_job(
     await client.set(keys.job("a"), "not a hash")
     await serves(worker, submitter)
     await lanes_are_empty(submitter)
+
+
+async def test_a_lane_of_the_wrong_kind_stops_no_worker(
+    worker: Running, submitter: Submitter, client: Redis, keys: Keys
+) -> None:
+    """TAKE fails while it lasts; the worker stays up, and goes on when the key has gone."""
+    await client.set(keys.lane("low"), "not a stream")
+    await asyncio.sleep(0.5)  # counted a few times
+    assert not worker.exit.done()
+    await client.delete(keys.lane("low"))
+    await serves(worker, submitter)
