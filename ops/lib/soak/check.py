@@ -243,12 +243,14 @@ def _standing(world: World) -> set[str]:
 
 async def _check_dead(world: World, jobs: Sequence[Submitted], ends: dict[str, str]) -> None:
     """The dead letters are the jobs that ended so, each once; few are innocent. They are purged."""
-    letters = [letter.id for letter in await world.producers[-1].dead.all()]
+    found = await world.producers[-1].dead.all()
+    letters = [letter.id for letter in found]
     ended = [job_id for job_id, end in ends.items() if end == "worker_lost"]
     _require(sorted(letters) == sorted(ended), f"dead letters {letters} of {ended}")
     poison = {job.plan.id for job in jobs if job.plan.fault == "poison"}
     innocent = set(letters) - poison
     world.news.counts["innocents given up"] += len(innocent)
+    world.news.remark([repr(letter) for letter in found if letter.id in innocent])
     _require(len(innocent) <= MOST_UNLUCKY, f"innocents were given up: {innocent}")
     await world.producers[-1].dead.purge()
 

@@ -71,7 +71,8 @@ async def soak(options: argparse.Namespace, path: str) -> int:
             how = "violation" if broken else "ok"
         finally:
             console.print(table_of(world, rounds))
-            console.print(broken, markup=False, highlight=False, soft_wrap=True)
+            told = "\n".join([*world.news.remarks, broken])
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
             print(json.dumps({"soak": how, **numbers_of(world, rounds, options)}))
     return 1 if broken else 0
 

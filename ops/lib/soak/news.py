@@ -15,6 +15,7 @@ class News:
 
     lines       the latest happenings, with seconds since the round began
     counts      faults by kind, jobs, events and the like over all rounds
+    remarks     what somebody should look at
     broken      promises that were broken; the round ends at the first
     """
 
@@ -24,6 +25,7 @@ class News:
         self.faults: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.broken: list[str] = []
+        self.remarks: list[str] = []
         self._began_s = time.monotonic()
 
     def begin(self) -> None:
@@ -38,6 +40,11 @@ class News:
         """A promise is broken, as seen by a part that cannot raise."""
         self.say(f"BROKEN {what}")
         self.broken.append(what)
+
+    def remark(self, what: list[str]) -> None:
+        """Something allowed but rare, to be shown in the end with all that went before it."""
+        if what:
+            self.remarks += [*what, *(line[:120] for line in self.lines)]
 
     def check(self) -> None:
         """Raises Violation if something is broken."""
