@@ -14,6 +14,7 @@ import pytest
 
 from mlxq.protocol.errors import BadRequest
 from mlxq.protocol.jobs import MAX_MESSAGES, MAX_STOPS, Job, decode_job, encode_job
+from mlxq.protocol.scripts import script
 from mlxq.worker.admission import Admission
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.engine import models
@@ -203,3 +204,9 @@ def test_the_hub_gives_neither_code_nor_pickles() -> None:
     fetched = models._FILES
     assert not any(re.search(r"\.(py|bin|pt|pth|pkl|ckpt)$", pattern) for pattern in fetched)
     assert "*" not in fetched
+
+
+def test_the_page_tells_the_limits_that_there_are() -> None:
+    page = (ROOT / "ops" / "SECURITY.md").read_text()
+    assert f"{MAX_MESSAGES:,}; {MAX_STOPS} of 256 characters" in page
+    assert "MAX_SPEC_BYTES = 16 * 2 ^ 20" in script("take").source and "16 MiB in any case" in page

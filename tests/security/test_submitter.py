@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +17,10 @@ from redis.exceptions import NoPermissionError, ResponseError
 from mlxq.producer import Producer, ServerUnreachable
 from mlxq.protocol.events import Failed
 from mlxq.protocol.keys import Keys
-from mlxq.protocol.scripts import Call, Scripts, look, run
+from mlxq.protocol.scripts import Call, Scripts, look, run, script
+from ops.lib.bootstrap import ROOT
 from tests.producer.hand import HandWorker
-from tests.security.acl import User, command
+from tests.security.acl import User, command, rules
 from tests.security.conftest import Connect
 
 EVENT = '{"type":"token","text":"forged","ids":[1]}'
@@ -227,3 +233,38 @@ async def test_a_subscription_needs_the_exact_name(
             while await pubsub.get_message(timeout=1) is None:
                 pass
         assert pubsub.subscribed
+
+
+async def test_without_eval(
+    users: dict[str, User], connect: Connect, client: Redis, queue: str, keys: Keys, tmp_path: Path
+) -> None:
+    """With ENQUEUE loaded by the operator, as ops/SECURITY.md says, EVALSHA is enough."""
+    user = users["submitter"]
+    [selector] = [rule for rule in rules(queue)["submitter"] if "+eval " in rule]
+    others = [rule for rule in rules(queue)["submitter"] if rule != selector and rule[0] != "#"]
+    narrow = [*others, selector.replace("+eval ", "")]
+    await command(client, "ACL", "SETUSER", user.name, "clearselectors", *narrow)
+    submitter = connect(user)
+    with pytest.raises(NoPermissionError):
+        await command(submitter, "EVAL", "return 1", 1, keys.job("a"))
+    loaded = await _load_as_documented(client, tmp_path)
+    assert loaded == script("enqueue").sha
+    async with Producer(user.url, queue) as producer:
+        job = await producer.submit(prompt="a")
+        assert await job.abort() == "requested"
+    assert await client.hget(keys.job(job.id), "state") == b"queued"
+
+
+async def _load_as_documented(client: Redis, folder: Path) -> str:
+    port = client.connection_pool.connection_kwargs["port"]
+    text = (ROOT / "ops" / "SECURITY.md").read_text()
+    write, load = re.findall(r"^  \$ (.*(?:scripts lua|enqueue\.lua))$", text, re.MULTILINE)
+    if shutil.which("redis-cli") is None:
+        pytest.skip("no redis-cli")
+    write = write.replace("python ", f"{sys.executable} ")
+    both = f"{write} && {load.replace('redis-cli', f'redis-cli -p {port}')}"
+    done = await asyncio.to_thread(
+        subprocess.run, both, shell=True, cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from redis.exceptions import NoPermissionError
 from mlxq.producer import Producer, Status
 from mlxq.protocol.keys import Keys
 from mlxq.worker.engine.request import Admit
-from tests.security.acl import User, command
+from tests.security.acl import User, command, grant
 from tests.security.conftest import TEXT, Connect
+from tests.server import Server
 from tests.worker.fakes import FakeBatch
 from tests.worker.harness import Submitter, check_stream, running, text_of
 
@@ -80,6 +82,33 @@ async def test_gives_back_what_a_dying_engine_held(
         assert await worker.exit == 3
     assert (await submitter.events("a"))[-1]["reason"] == "crash"
     assert await denials(client, users["worker"]) == []
+
+
+async def test_in_a_cluster(queue: str, load: Load) -> None:
+    """The same rights are enough there: the slots are asked for, and channels are sharded."""
+    node = Server("--cluster-enabled", "yes").start()
+    try:
+        async with Redis(port=node.port) as admin:
+            await command(admin, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            async with asyncio.timeout(30):
+                while b"cluster_state:ok" not in await command(admin, "CLUSTER", "INFO"):
+                    await asyncio.sleep(0.05)
+            users = await grant(admin, node.port, queue)
+            urls = {
+                role: user.url.replace("redis:", "redis+cluster:") for role, user in users.items()
+            }
+            async with (
+                running(load, redis_url=urls["worker"], queue=queue, lease_s=2.0),
+                Producer(urls["submitter"], queue) as producer,
+                Producer(urls["observer"], queue) as observer,
+            ):
+                job = await producer.submit(prompt="Hi", max_tokens=100)
+                assert "".join([text async for text in job]) == TEXT
+                assert await job.abort() == "finished"
+                assert len((await observer.status()).workers) == 1
+            assert await denials(admin, users["worker"]) == []
+    finally:
+        node.stop()
 
 
 async def test_may_do_nothing_else(
