@@ -2,7 +2,7 @@
 
 A `Call` is a frozen request: running the same Call again sends the same bytes, which is what
 the protocol asks for when a reply was lost. Build calls with `Scripts`, run them with `run`,
-`run_all` (one round trip) or `run_blocking` (the lease thread's own connection).
+`run_all` (one round trip) or `run_blocking`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,28 @@ from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 
 from mlxq.protocol.keys import Keys, Lane
+from mlxq.protocol.replies import (
+    ABORTED as ABORTED,
+    BROKEN as BROKEN,
+    DONE as DONE,
+    EXPIRED as EXPIRED,
+    FENCED as FENCED,
+    GAP as GAP,
+    REPEATED as REPEATED,
+    Enqueued as Enqueued,
+    Sweep as Sweep,
+    Take as Take,
+    Taken as Taken,
+    parse_enqueued,
+    parse_outcome,
+    parse_status,
+    parse_statuses,
+    parse_sweep,
+    parse_take,
+)
 
 T = TypeVar("T")
 Arg = str | bytes | int
-
-# Statuses of EMIT, FINISH, BEAT and RELEASE, one per item.
-DONE: Final = 1
-REPEATED: Final = 2  # was done before: the earlier reply was lost
-FENCED: Final = -1  # not owner, not this attempt, or not running
-ABORTED: Final = -2  # closed by this call
-EXPIRED: Final = -3  # past its deadline: closed by this call
-GAP: Final = -4  # seq is more than one ahead: an earlier event is missing
-BROKEN: Final = -5  # the transcript contradicts the hash: closed by this call
-
-_STATUSES: Final = frozenset({DONE, REPEATED, FENCED, ABORTED, EXPIRED, GAP, BROKEN})
 
 ReleaseReason = Literal["drain", "preempt", "no_room", "crash"]
 PublishCommand = Literal["PUBLISH", "SPUBLISH"]
@@ -79,33 +87,6 @@ class Call(Generic[T]):
     parse: Callable[[Any], T]
 
 
-class Enqueued(NamedTuple):
-    """Reply of ENQUEUE. `detail` is the state for ok and dup, the depth for full."""
-
-    status: Literal["ok", "dup", "full", "bad_id", "too_large"]
-    detail: str
-
-
-class Taken(NamedTuple):
-    """One job handed out by TAKE: `seq` events and `tokens` ids are stored already."""
-
-    id: str
-    attempt: int
-    seq: int
-    tokens: int
-    solo: bool
-    spec: bytes
-
-
-class Take(NamedTuple):
-    """Reply of TAKE: wait for work from `bell_id`; `more` asks for another TAKE at once."""
-
-    bell_id: str
-    more: bool
-    make_room: bool
-    jobs: list[Taken]
-
-
 class EmitItem(NamedTuple):
     """One event for EMIT, or a look (seq 0, empty json). `tokens` counts all ids of the job."""
 
@@ -122,14 +103,6 @@ LOOK_SEQ: Final = 0
 def look(job_id: str, attempt: int) -> EmitItem:
     """An EMIT item that stores nothing and tells whether the job is still ours."""
     return EmitItem(job_id, attempt, LOOK_SEQ, 0, b"")
-
-
-class Sweep(NamedTuple):
-    """Reply of SWEEP: entries looked at, jobs closed, whether the cursor wrapped."""
-
-    looked: int
-    closed: int
-    wrapped: bool
 
 
 class Scripts:
@@ -153,7 +126,7 @@ class Scripts:
     ) -> Call[Enqueued]:
         args: tuple[Arg, ...] = (job_id, spec, lane, deadline_ms, cap)
         args += (retention_ms, replay_ms, max_bytes)
-        return self._call("enqueue", self.keys.job(job_id), args, _enqueued)
+        return self._call("enqueue", self.keys.job(job_id), args, parse_enqueued)
 
     def take(
         self,
@@ -166,11 +139,11 @@ class Scripts:
         max_crashes: int = 10,
     ) -> Call[Take]:
         args = (owner, n, lease_ms, int(alone), int(recover), max_crashes)
-        return self._call("take", self.keys.bell, args, _take)
+        return self._call("take", self.keys.bell, args, parse_take)
 
     def emit(self, owner: str, items: Sequence[EmitItem]) -> Call[list[int]]:
         args: tuple[Arg, ...] = (owner, *(field for item in items for field in item))
-        return self._call("emit", self.keys.bell, args, _statuses(len(items)))
+        return self._call("emit", self.keys.bell, args, parse_statuses(len(items)))
 
     def finish(
         self,
@@ -186,24 +159,24 @@ class Scripts:
     ) -> Call[int]:
         """`events`: the last token events, then the terminal. `result` may be empty."""
         args: tuple[Arg, ...] = (owner, job_id, attempt, seq, tokens, state, result, *events)
-        return self._call("finish", self.keys.job(job_id), args, _status)
+        return self._call("finish", self.keys.job(job_id), args, parse_status)
 
     def beat(self, owner: str, jobs: Sequence[tuple[str, int]]) -> Call[list[int]]:
         args: tuple[Arg, ...] = (owner, *(field for job in jobs for field in job))
-        return self._call("beat", self.keys.bell, args, _statuses(len(jobs)))
+        return self._call("beat", self.keys.bell, args, parse_statuses(len(jobs)))
 
     def release(
         self, owner: str, reason: ReleaseReason, jobs: Sequence[tuple[str, int]]
     ) -> Call[list[int]]:
         args: tuple[Arg, ...] = (owner, reason, *(field for job in jobs for field in job))
-        return self._call("release", self.keys.bell, args, _statuses(len(jobs)))
+        return self._call("release", self.keys.bell, args, parse_statuses(len(jobs)))
 
     def abort(self, job_id: str) -> Call[str]:
         """Replies `aborted` (closed now), `finished` or `unknown`."""
-        return self._call("abort", self.keys.job(job_id), (job_id,), _outcome)
+        return self._call("abort", self.keys.job(job_id), (job_id,), parse_outcome)
 
     def sweep(self, chunk: int = 100) -> Call[Sweep]:
-        return self._call("sweep", self.keys.bell, (chunk,), _sweep)
+        return self._call("sweep", self.keys.bell, (chunk,), parse_sweep)
 
     def _call(
         self, name: str, key: str, args: tuple[Arg, ...], parse: Callable[[Any], T]
@@ -258,7 +231,7 @@ def _parsed_or_error(call: Call[T], reply: Any) -> T | Exception:
 
 
 def run_blocking(client: redis.Redis, call: Call[T]) -> T:
-    """`run` for a thread that has a blocking connection of its own."""
+    """`run` for a caller without an event loop."""
     try:
         reply = client.evalsha(call.script.sha, 1, call.key, *call.args)
     except NoScriptError:
@@ -271,62 +244,6 @@ def _parsed(call: Call[T], reply: Any) -> T:
         return call.parse(reply)
     except (TypeError, ValueError, OverflowError):
         raise InvalidResponse(f"a script gave a reply of another form: {reply!r:.200}") from None
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-def _status(reply: Any) -> int:
-    status = int(reply)
-    if status not in _STATUSES:
-        raise ValueError(status)
-    return status
-
-
-def _statuses(number: int) -> Callable[[Any], list[int]]:
-    def parse(reply: list[Any]) -> list[int]:
-        if len(reply) != number:
-            raise ValueError(len(reply))
-        return [_status(status) for status in reply]
-
-    return parse
-
-
-def _outcome(reply: Any) -> str:
-    outcome = _text(reply)
-    if outcome not in ("aborted", "finished", "unknown"):
-        raise ValueError(outcome)
-    return outcome
-
-
-def _enqueued(reply: list[Any]) -> Enqueued:
-    status, *rest = (part if isinstance(part, int) else _text(part) for part in reply)
-    detail = str(rest[0]) if rest else ""
-    match status:
-        case "ok" | "dup" | "bad_id" | "too_large":
-            return Enqueued(status, detail)
-        case "full":
-            return Enqueued(status, str(int(detail)))
-    raise ValueError(status)
-
-
-def _take(reply: list[Any]) -> Take:
-    bell_id, more, make_room, *jobs = reply
-    return Take(
-        _text(bell_id), bool(int(more)), bool(int(make_room)), [_taken(*job) for job in jobs]
-    )
-
-
-def _taken(job_id: Any, attempt: Any, seq: Any, tokens: Any, solo: Any, spec: Any) -> Taken:
-    if not isinstance(spec, bytes):
-        raise TypeError(type(spec))
-    return Taken(_text(job_id), int(attempt), int(seq), int(tokens), bool(int(solo)), spec)
-
-
-def _sweep(reply: list[Any]) -> Sweep:
-    looked, closed, wrapped = reply
-    return Sweep(int(looked), int(closed), bool(int(wrapped)))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from mlxq.protocol.events import (
     Event,
     Failed,
     FinishReason,
+    Result as StoredResult,
     Resumed,
     Started,
     Token,
@@ -20,7 +21,6 @@ from mlxq.protocol.events import (
     encode_event,
     encode_result,
 )
-from mlxq.protocol.events import Result as StoredResult
 from mlxq.protocol.keys import Keys
 from mlxq.protocol.scripts import DONE, EmitItem, PublishCommand, Scripts, Taken, run
 

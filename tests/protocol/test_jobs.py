@@ -7,8 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mlxq.protocol.errors import BadRequest
 from mlxq.protocol.jobs import Job, Message, TextPart, decode_job, encode_job, text_of

@@ -6,8 +6,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
+from tokenizers import (
+    AddedToken,
+    Tokenizer as Backend,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from mlxq.worker.chat import Tokenizer

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from mlxq.protocol.errors import BadRequest, ContextOverflow
 from mlxq.protocol.jobs import MAX_MESSAGES, MAX_STOPS

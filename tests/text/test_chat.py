@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mlxq.protocol.errors import BadRequest
 from mlxq.protocol.jobs import Message, Role, TextPart

@@ -6,8 +6,7 @@ import codecs
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from mlxq.worker.chat import Tokenizer
