@@ -17,6 +17,8 @@ from mlxq.worker.metrics import Metrics
 from mlxq.worker.rows import Rows
 from mlxq.worker.slots import Slots
 
+OBSERVE_INTERVAL_S = 0.1  # between two jobs whose time in the queue is looked at
+
 _log = structlog.get_logger()
 
 
@@ -24,7 +26,8 @@ class Intake:
     """The TAKE loop of one queue. Loop thread only.
 
     Invariant: never more rows than slots; a job taken but not yet confirmed by a receipt is
-    neither looked at nor counted.
+    neither looked at nor counted. `hungry`: the bell may have rung for jobs that no TAKE has asked
+    for since, so a slot that gets free is reason enough for one.
     """
 
     def __init__(
@@ -48,12 +51,19 @@ class Intake:
         self._metrics = metrics
         self._wake = asyncio.Event()
         self._recover = False
+        self._hungry = True
         self._stopping = False
         self._hold_until_s = 0.0
+        self._observe_from_s = 0.0
 
     def notify(self) -> None:
-        """A slot has become free, or the bell rang."""
+        """The bell rang, or may have."""
         self._wake.set()
+
+    def slot_free(self) -> None:
+        """A slot has become free. An empty worker asks always: only to it a suspect is given."""
+        if self._hungry or self._slots.without_rows:
+            self._wake.set()
 
     def hold(self, seconds: float) -> None:
         """No TAKE for so long: owners who lived through an outage keep their jobs."""
@@ -67,7 +77,11 @@ class Intake:
     async def run(self) -> None:
         """Takes until stopped."""
         while not self._stopping:
-            more = await self._take() if await self._may_take() else False
+            more = False
+            if await self._may_take():
+                more = await self._take()
+            else:
+                self._hungry = True
             if not more and not self._stopping:
                 await self._wait()
 
@@ -100,11 +114,12 @@ class Intake:
         alone = self._slots.empty
         with self._slots.reserve() as free:
             take = await self._ask(free, alone)
+            self._hungry = take is None
             if take is None:
                 return False
             for taken in await self._receipt(take.jobs):
                 await self._bridge.begin(taken)
-        return take.more
+        return take.more or len(take.jobs) == free
 
     async def _ask(self, n: int, alone: bool) -> Take | None:
         """The reply of TAKE. None: it was lost, and the next TAKE recovers what it gave out."""
@@ -139,9 +154,10 @@ class Intake:
         return [taken for taken, status in zip(jobs, statuses, strict=True) if status == DONE]
 
     async def _time_in_queue(self, taken: Taken) -> None:
-        """Observes how long one job of every TAKE has waited; nothing depends on the answer."""
-        if taken.seq:
+        """Observes now and then how long a job has waited; nothing depends on the answer."""
+        if taken.seq or now_s() < self._observe_from_s:
             return
+        self._observe_from_s = now_s() + OBSERVE_INTERVAL_S
         key = self._scripts.keys.job(taken.id)
         try:
             times = await self._link.client.hmget(key, ["created", "taken"])

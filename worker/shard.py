@@ -84,7 +84,7 @@ class Shard:
         self._intake = Intake(
             config, self._link, scripts, self._lease, self.rows, slots, self.bridge, metrics
         )
-        slots.add(self.rows, self._intake.notify)
+        slots.add(self.rows, self._intake.slot_free)
         self._doorbell = Doorbell(config.redis_url, keys.bell, self._intake.notify)
         self._presence = Presence(config, info, self._link, scripts, slots, metrics)
         self._sweeper = Sweeper(self._link, scripts)
@@ -129,7 +129,7 @@ class Shard:
     def _rows_changed(self, rows: Rows) -> None:
         self._lease.held = rows.keys
         self._metrics.running = self._slots.occupied
-        self._slots.wake()
+        self._slots.changed()
 
     def _gone(self, row: Row, why: str) -> None:
         self.bridge.gone(row, why)

@@ -22,18 +22,22 @@ class Slots:
         self._wakes: list[Callable[[], None]] = []
         self._refused: list[Callable[[], None]] = []
         self._reserved = 0
+        self._occupied = 0
         self._wanted_by: object | None = None
         self._wanted_until_s = 0.0
 
     def add(self, rows: Rows, wake: Callable[[], None]) -> None:
-        """Rows of one more shard count from now on; `wake` is called when a slot may be free."""
+        """Rows of one more shard count from now on; `wake` is called when a slot gets free, and
+        when the last row has gone."""
         self._tables.append(rows)
         self._wakes.append(wake)
 
-    def wake(self) -> None:
-        """A slot may be free."""
-        for wake in self._wakes:
-            wake()
+    def changed(self) -> None:
+        """Rows have come, ended or gone."""
+        before, self._occupied = self._occupied, self.occupied
+        if self._occupied < before or self.without_rows:
+            for wake in self._wakes:
+                wake()
 
     @property
     def occupied(self) -> int:
@@ -46,7 +50,12 @@ class Slots:
     @property
     def empty(self) -> bool:
         """Whether the worker holds no row and asks for none: only then is it handed a suspect."""
-        return not self._reserved and not any(len(rows) for rows in self._tables)
+        return not self._reserved and self.without_rows
+
+    @property
+    def without_rows(self) -> bool:
+        """Whether no row is left, not even one that waits for its FINISH."""
+        return not any(len(rows) for rows in self._tables)
 
     def has_free(self, wake: Callable[[], None]) -> bool:
         """Whether a slot is free. If only a TAKE under way is in between, `wake` follows it."""
