@@ -90,14 +90,19 @@ class Feed:
 
     async def wait(self, timeout_s: float) -> bool:
         """Waits for a message or a dirty mark; False if it stayed quiet."""
-        if not (self._messages or self._dirty or self._ended):
+        if not self._has_news:
             self._news.clear()
+            # Not asyncio.timeout: it would double what a message costs.
+            alarm = asyncio.get_running_loop().call_later(timeout_s, self._news.set)
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-            except TimeoutError:
-                return False
-        return True
+                await self._news.wait()
+            finally:
+                alarm.cancel()
+        return self._has_news
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._messages) or self._dirty or self._ended
 
     def _check(self) -> None:
         if self._ended:
@@ -107,11 +112,12 @@ class Feed:
 class Hub:
     """The one subscription of a producer, rebuilt for as long as it is open.
 
-    One task owns the connection; one half of it reads, the other writes. Readers join and
-    leave by naming a channel in `_changed`, and the writing half brings the server to what
-    `_feeds` asks for. After any failure it connects again and subscribes all channels, and the
-    new acknowledgements send every reader to the transcript. The keepalive channel is always
-    subscribed, so that the connection is never without a subscription.
+    One task owns the connection; a part of it reads, one writes, and one ends both when the
+    server has been silent for too long. Readers join and leave by naming a channel in
+    `_changed`, and the writing part brings the server to what `_feeds` asks for. After any
+    failure it connects again and subscribes all channels, and the new acknowledgements send
+    every reader to the transcript. The keepalive channel is always subscribed, so that the
+    connection is never without a subscription.
     """
 
     def __init__(
@@ -132,6 +138,7 @@ class Hub:
         self._acknowledged: set[str] = set()
         self._changed: set[str] = set()
         self._wake = asyncio.Event()
+        self._heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.trouble = ""
@@ -200,16 +207,19 @@ class Hub:
         try:
             async with asyncio.timeout(SILENCE_S):
                 await connection.connect()  # type: ignore[no-untyped-call]
-            async with asyncio.TaskGroup() as halves:
-                halves.create_task(self._read(connection))
-                halves.create_task(self._write(connection))
+            self._heard_s = asyncio.get_running_loop().time()
+            async with asyncio.TaskGroup() as parts:
+                parts.create_task(self._read(connection))
+                parts.create_task(self._write(connection))
+                parts.create_task(self._listen_for_silence())
         finally:
             await connection.disconnect(nowait=True)
 
     async def _read(self, connection: AbstractConnection) -> None:
+        now = asyncio.get_running_loop().time
         while True:
-            async with asyncio.timeout(SILENCE_S):
-                reply = await connection.read_response()
+            reply = await connection.read_response()
+            self._heard_s = now()
             match reply:
                 case [b"message" | b"smessage", channel, message]:
                     for feed in self._feeds.get(channel.decode(), ()):
@@ -224,6 +234,14 @@ class Hub:
             self._acknowledged.add(channel)
             for feed in self._feeds.get(channel, ()):
                 feed.acknowledge()
+
+    async def _listen_for_silence(self) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            left_s = self._heard_s + SILENCE_S - now()
+            if left_s <= 0:
+                raise TimeoutError(f"no answer for {SILENCE_S:g} seconds")
+            await asyncio.sleep(left_s)
 
     async def _write(self, connection: AbstractConnection) -> None:
         self._changed = set(self._feeds)
