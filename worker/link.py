@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import structlog
-from redis.asyncio import ConnectionPool
-from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio import ConnectionPool, Redis as AsyncRedis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
