@@ -61,7 +61,7 @@ def stages(pytest_arguments: Sequence[str]) -> list[Stage]:
         Stage("tests", [*tests, *pytest_arguments], shown=True),
     ]
     if shutil.which("redis-server") or os.environ.get("CI"):
-        command = [*tests, "-m", "server and not model", *pytest_arguments]
+        command = [*tests, "-m", "server and not model and not slow", *pytest_arguments]
         redis = {"MLXQ_TEST_SERVER": "redis"}
         chosen = bool(pytest_arguments)
         found.append(Stage("tests on redis-server", command, redis, True, may_be_empty=chosen))
