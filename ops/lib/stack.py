@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -22,6 +22,10 @@ from redis.backoff import NoBackoff
 from mlxq.protocol.keys import Keys
 from ops.lib.bootstrap import ROOT
 from ops.lib.server import Server
+
+T = TypeVar("T")
+
+LOOK_S = 1.0  # how often a silent worker is looked at
 
 # Reads "+PID" and "-PID" from stdin. When that ends, however we ended, it kills who is left.
 GUARD = """
@@ -78,6 +82,19 @@ class Worker:
 
     def last_words(self) -> str:
         return self.log.read_text(errors="replace")[-2000:].strip()
+
+    async def during(self, action: Coroutine[Any, Any, T]) -> T:
+        """The result of `action`. Raises RuntimeError if the worker ends before that."""
+        task = asyncio.create_task(action)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_S)
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"the worker ended:\n{self.last_words()}")
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        return await task
 
 
 class Stack:

@@ -32,6 +32,7 @@ from mlxq.worker.orders import Orders
 from mlxq.worker.service import serve
 from ops.lib.fault import Faults
 
+STAMPS = 2**31
 BYTES = 256
 WORDS = 3_840
 _SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
@@ -63,8 +64,8 @@ def _token(seed: int, position: int) -> int:
 
 
 def stamp(seed: int, position: int) -> int:
-    """The time of this machine's monotonic clock in microseconds, as an id without text."""
-    return time.monotonic_ns() // 1_000
+    """The microseconds of this machine's monotonic clock, cut to fit an id; it has no text."""
+    return time.monotonic_ns() // 1_000 % STAMPS
 
 
 class Vocabulary:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from mlxq.producer import Producer
 from ops.lib.bench.measure import Report, Spread, cpu_s, machine, percentile
+from ops.lib.bench.options import at_least
 from ops.lib.bench.sides import QueueSide, RawSide
 from ops.lib.bench.workload import MOST_JOBS, PROMPTS, Run, Workload
 from ops.lib.model import demo_model
@@ -98,19 +99,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="FOLDER", help="default: the demo model of ops/model"
     )
-
-
-def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An argparse type: a whole number of that range."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least or (most is not None and value > most):
-            raise ValueError(text)
-        return value
-
-    number.__name__ = f"{least} or more" if most is None else f"{least} to {most}"
-    return number
 
 
 def measure(options: argparse.Namespace) -> Report:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.lib.bench import engine
+from ops.lib.bench import control, engine
 from ops.lib.bench.measure import Report
 from ops.lib.stack import guarded
 
-BENCHMARKS = {"engine": engine}
-FILE_COLUMNS = 100
+BENCHMARKS = {"control": control, "engine": engine}
+FILE_COLUMNS = 120
 
 
 def main() -> int:

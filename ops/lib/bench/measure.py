@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
+from rich.console import RenderableType
 
 PACKAGES = ("mlx", "mlx-lm", "redis", "mlxq")
 
@@ -36,9 +36,9 @@ class Spread(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a benchmark found: a table for people, data for programs."""
+    """What a benchmark found: tables for people, data for programs."""
 
-    table: Table
+    table: RenderableType
     data: dict[str, Any]
 
     def line(self) -> str:

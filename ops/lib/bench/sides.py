@@ -16,7 +16,6 @@ from ops.lib.bootstrap import ROOT
 from ops.lib.stack import Stack
 
 _LINE_BYTES = 64 << 20  # most that one Run may take as JSON
-_LOOK_S = 1.0  # how often a silent worker is looked at
 
 
 class RawSide:
@@ -84,16 +83,7 @@ class QueueSide:
         return self._worker.pid
 
     async def run(self, workload: Workload) -> Run:
-        jobs = asyncio.create_task(self._submit_all(workload))
-        try:
-            while not jobs.done():
-                await asyncio.wait({jobs}, timeout=_LOOK_S)
-                if self._worker.process.poll() is not None:
-                    raise RuntimeError(f"the worker ended:\n{self._worker.last_words()}")
-        finally:
-            jobs.cancel()
-            await asyncio.wait({jobs})
-        return check(await jobs, workload)
+        return check(await self._worker.during(self._submit_all(workload)), workload)
 
     async def _submit_all(self, workload: Workload) -> Run:
         started_s = time.perf_counter()
