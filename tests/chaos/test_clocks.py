@@ -39,7 +39,8 @@ async def test_a_machine_that_slept(build: Build) -> None:
     """A worker's machine sleeps for an hour and no other worker is there: it keeps its jobs.
 
     Promise: 2 4. The clock that counts sleep has jumped, so it renews its leases before it
-    takes. Fails without: `self._lease.age_s > …` in `Intake._may_take` (intake.py).
+    takes, though the bell rings. Fails without: `self._lease.age_s > …` in `Intake._may_take`
+    (intake.py).
     """
     house: House = await build(lease_s=2.0, max_batch=6)
     await house.start("one")
@@ -49,9 +50,10 @@ async def test_a_machine_that_slept(build: Build) -> None:
         worker.send(signal.SIGSTOP)
         worker.send(signal.SIGUSR2)
         await lapse_all(house)
+        news = await house.submit(tokens=3)
         worker.send(signal.SIGCONT)
         house.fault()
-        await jobs[0].reach(tokens=len(jobs[0].ids) + 20)
+        await news.end()
     await house.check()
     assert {job.terminal.attempts for job in jobs} == {1}
 

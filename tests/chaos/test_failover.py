@@ -89,8 +89,7 @@ async def test_replica_promoted_with_a_lost_tail(pair: Pair, build: Build) -> No
 
     Promise: 2 7. Who was given events that are gone is told `HistoryRewritten`, and never a token
     twice; who comes anew reads one exact stream; a job that is gone is `UnknownJob`. Fails
-    without: `event_id.attempt > self._last.attempt` in `Stream._is_next` (stream.py), or GAP in
-    emit.lua.
+    without: GAP in emit.lua; or without both `raise self._rewritten(…)` in stream.py.
     """
     house: House = await build(server=pair.master)
     house.use_producer(pair.url)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 
 from mlxq.protocol.events import Resumed
+from mlxq.protocol.scripts import script
+from tests.chaos.conftest import Build
 from tests.chaos.house import House
 from tests.chaos.reader import Reader
 from tests.proxy import Proxy
@@ -17,14 +19,14 @@ def resumed_by(reader: Reader) -> list[str]:
 async def test_a_worker_sleeps_for_two_leases(house: House) -> None:
     """SIGSTOP for two leases, SIGCONT while another one goes on with its jobs.
 
-    Promise: 2 4. Fails without: guard `fence` in lib.lua (`is_owned`), which refuses the events
-    of the one that wakes.
+    Promise: 2 4. The sleeper is fast enough to overtake. Fails without: guard `fence` in lib.lua
+    (`is_owned`), which refuses the events of the one that wakes.
     """
     await house.start("sleeper")
-    jobs = await house.submit_many(4, tokens=700)
+    jobs = await house.submit_many(4, tokens=200)
     house.workers["sleeper"].send(signal.SIGSTOP)
     house.fault()
-    await house.start("other")
+    await house.start("other", flags=("--step-ms", "12"))
     await house.leases(2)
     for job in jobs:
         await job.reach(tokens=len(job.ids) + 1)
@@ -36,15 +38,14 @@ async def test_a_worker_sleeps_for_two_leases(house: House) -> None:
 async def test_a_worker_is_cut_off_for_two_leases(house: House) -> None:
     """The worker's network swallows everything for two leases, then delivers it all.
 
-    Promise: 2 4 7. Fails without: guard `fence` in lib.lua, or without `asyncio.timeout` in
-    `Link.once` (link.py): then the worker waits for ever for a reply that went away.
+    Promise: 2 4 7. Fails without: guard `fence` in lib.lua (`is_owned`).
     """
     async with Proxy(house.server.port) as proxy:
         await house.start("cut", url=proxy.url)
-        jobs = await house.submit_many(4, tokens=700)
+        jobs = await house.submit_many(4, tokens=200)
         proxy.reading.clear()
         house.fault()
-        await house.start("other")
+        await house.start("other", flags=("--step-ms", "12"))
         await house.leases(2)
         for job in jobs:
             await job.reach(tokens=len(job.ids) + 1)
@@ -53,18 +54,22 @@ async def test_a_worker_is_cut_off_for_two_leases(house: House) -> None:
     assert [resumed_by(job)[0] for job in jobs] == ["other"] * 4
 
 
-async def test_connections_that_die_without_a_word(house: House) -> None:
-    """Every connection of both workers is cut in mid-stream, five times.
+async def test_connections_that_die_before_a_request(build: Build) -> None:
+    """Every connection of both workers is cut as events are on their way, five times.
 
     Promise: 1 2 7. Fails without: events kept in `Row.frozen` until they are answered (let
     `Publisher.flush` take unanswered ones for stored).
     """
+    house: House = await build(lease_s=2.0)
+    await house.client.script_load(script("emit").source)
     async with Proxy(house.server.port) as proxy:
         await house.start("one", "two", url=proxy.url)
-        jobs = await house.submit_many(8, tokens=300)
+        jobs = await house.submit_many(8, tokens=200)
         for _ in range(5):
+            proxy.lose_request(script("emit").sha.encode())
+            await house.until(lambda: proxy.pending_losses == 0)
             proxy.cut()
             house.fault()
-            await house.leases(0.2)
+            await house.leases(0.05)
         await house.check()
     assert {job.terminal.attempts for job in jobs} == {1}

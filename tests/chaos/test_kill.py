@@ -42,10 +42,11 @@ async def test_killed_while_the_job_waits(house: House) -> None:
     Promise: 1. They were never handed out: one attempt each. Fails without: asking for free slots
     only (intake.py: `self._ask(free, alone)`, with 100 in place of `free`).
     """
-    await house.start("one", flags=("--max-batch", "1"))
-    running = await house.submit(tokens=400)
-    await running.reach(tokens=3)
-    waiting = [await house.submit(tokens=20) for _ in range(6)]
+    jobs = [await house.submit(tokens=400) for _ in range(3 * house.max_batch)]
+    await house.start("one")
+    for reader in jobs[: house.max_batch]:
+        await reader.reach(tokens=3)
+    waiting = jobs[house.max_batch :]
     house.kill("one")
     await house.start("two")
     await house.check()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from mlxq.protocol.events import Done, Failed
+from mlxq.protocol.events import Done, Failed, Requeued
 from tests.chaos.conftest import Build
-from tests.chaos.house import House
+from tests.chaos.house import FOREVER, House
 
 STEP_MS = 5.0
 
@@ -92,17 +91,22 @@ async def taken_ms(house: House, job_id: str) -> int:
 
 
 async def test_a_suspect_is_given_room(house: House) -> None:
-    """All workers are full for ever; a suspect waits, and room is made for it.
+    """The only worker left is busy for ever and has one free slot: it makes room for a suspect.
 
-    Promise: 5. Rows are handed back (`preempt`) and go on. Fails without: `make_room` in take.lua.
+    Promise: 5. Its rows are handed back after a lease and go on when the suspect is cleared.
+    Fails without: `make_room = 1` in take.lua.
     """
-    house.keep()
-    await house.start("one", "two")
-    full = await house.submit_many(2 * house.max_batch - 1, tokens=1_500)
+    await house.start("busy")
+    lasting = await house.submit_many(house.max_batch - 1, tokens=FOREVER)
+    await house.submit_many(1, tokens=300)
+    await house.start("victim")
     suspect = await house.submit("die@prefill/1", tokens=20)
-    await house.death()
+    await house.death("victim")
     await suspect.end()
     assert isinstance(suspect.terminal, Done)
-    assert not any(isinstance(reader.events[-1], Done) for reader in full)
-    await asyncio.gather(*(reader.job.abort() for reader in full))
+    for job in lasting:
+        await job.reach(tokens=len(job.ids) + 1)
+        assert await job.job.abort() == "aborted"
     await house.check()
+    for job in lasting:
+        assert [e.reason for e in job.events if isinstance(e, Requeued)] == ["preempt"]

@@ -64,12 +64,12 @@ async def test_a_subscriber_cut_off_by_the_output_limit(house: House) -> None:
 
 
 async def test_readers_from_elsewhere_with_a_cursor(house: House) -> None:
-    """Ten readers attach late or with a cursor, while the worker is killed.
+    """Thirty readers attach late, with a cursor, to a fast stream; its worker is killed.
 
     Promise: 2. Fails without: the comparison in `Stream._is_next` (stream.py; let it return True).
     """
-    await house.start("one", "two")
-    [job] = await house.submit_many(1, tokens=250)
+    await house.start("one", "two", flags=("--step-ms", "0.3"))
+    [job] = await house.submit_many(1, tokens=4_000)
     other = house.use_producer()
     cursor = job.events[-1].id
 
@@ -77,9 +77,9 @@ async def test_readers_from_elsewhere_with_a_cursor(house: House) -> None:
         return [event.id async for event in other.attach(job.id).events(after=cursor)]
 
     late = []
-    for _ in range(10):
+    for _ in range(30):
         late.append(asyncio.create_task(rest()))
-        await job.reach(tokens=len(job.ids) + 3)
+        await job.reach(tokens=len(job.ids) + 10)
     house.kill(job.worker)
     await house.check()
     ids = [event.id for event in job.events]
