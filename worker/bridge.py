@@ -96,6 +96,8 @@ class Bridge:
         key = self._scripts.keys.events(taken.id)
         transcript = await self._link.insist(lambda: read_transcript(self._link.client, key, taken))
         ids, skip = rebuild(transcript, stage, self._tokenizer, model)
+        if ids and max(ids) >= self._info.vocab_size:
+            raise CannotResume("the transcript has ids that are not in the vocabulary")
         resumed = Resumed(attempt=taken.attempt, worker=name, model=model, tokens=taken.tokens)
         row.begin(encode_event(resumed), stage, prompt_tokens, skip=skip)
         return ids

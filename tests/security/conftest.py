@@ -15,10 +15,12 @@ from mlxq.worker.engine.request import ModelInfo
 from tests.producer.hand import HandWorker
 from tests.security.acl import User, command, grant
 from tests.server import Server
-from tests.worker.conftest import info as info
-from tests.worker.conftest import submitter as submitter
-from tests.worker.conftest import tiny_model as tiny_model
-from tests.worker.conftest import tokenizer as tokenizer
+from tests.worker.conftest import (
+    info as info,
+    submitter as submitter,
+    tiny_model as tiny_model,
+    tokenizer as tokenizer,
+)
 from tests.worker.fakes import FakeBatch
 
 TEXT = "the quick brown fox jumps over the lazy dog"

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 

@@ -6,6 +6,7 @@ Each case is written as the submitter of ops/redis/users.acl could write it.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -197,6 +198,33 @@ async def test_a_row_that_can_never_end_does_not_slow_the_flushes(
         await serves(worker, submitter, f"good{number}")
     await lanes_are_empty(submitter)
     assert unanswered <= 6
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'{"type":"token","text":"","ids":[1000000]}',
+        b'{"type":"token","text":"","ids":[-1]}',
+        b'{"type":"token","text":"not what the id says","ids":[5]}',
+        b'{"type":"token"',
+        b"\xff",
+        b"",
+    ],
+)
+async def test_a_transcript_that_no_worker_wrote(
+    submitter: Submitter, worker: Running, client: Redis, keys: Keys, event: bytes
+) -> None:
+    """Nothing of it reaches the engine: the job fails, and may be submitted again."""
+    started = b'{"type":"started","attempt":1,"worker":"w","model":"tiny-1","prompt_tokens":1}'
+    await client.xadd(keys.events("a"), {"e": started}, "1-1")
+    await client.xadd(keys.events("a"), {"e": event}, "1-2")
+    await plant(submitter, "a", attempt="1", seq="2", tokens="1")
+    async with asyncio.timeout(30):
+        while (await submitter.job("a"))["state"] != "failed":
+            await asyncio.sleep(0.02)
+    failed = json.loads((await submitter.job("a"))["terminal"])
+    assert (failed["code"], failed["retryable"]) == ("internal", True)
+    await serves(worker, submitter)
 
 
 async def test_a_key_of_the_wrong_kind_is_no_job(

@@ -12,6 +12,7 @@ from redis.exceptions import NoPermissionError
 
 from mlxq.producer import Producer, Status
 from mlxq.protocol.keys import Keys
+from mlxq.protocol.scripts import Scripts, run
 from mlxq.worker.engine.request import Admit
 from tests.security.acl import User, command, grant
 from tests.security.conftest import TEXT, Connect
@@ -66,6 +67,19 @@ async def test_runs_a_whole_worker(
 async def _status(users: dict[str, User], queue: str) -> Status:
     async with Producer(users["observer"].url, queue) as observer:
         return await observer.status()
+
+
+async def test_sweeps_to_the_end_of_the_lanes(
+    users: dict[str, User], client: Redis, connect: Connect, keys: Keys, submitter: Submitter
+) -> None:
+    """The script forgets consumers there, and would pass over a refusal in silence."""
+    scripts, worker = Scripts(keys), connect(users["worker"])
+    await submitter.enqueue("a", prompt="Hi")
+    await run(worker, scripts.take("w.1", 1, lease_ms=60_000))
+    assert (await run(worker, scripts.sweep())).wrapped
+    assert await denials(client, users["worker"]) == []
+    forget = ("XGROUP", "DELCONSUMER", keys.lane("low"), "workers", "gone.1")
+    assert await command(client, "ACL", "DRYRUN", users["worker"].name, *forget) == b"OK"
 
 
 async def test_gives_back_what_a_dying_engine_held(

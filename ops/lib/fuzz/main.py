@@ -16,8 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from hypothesis import seed as seeded
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed as seeded, settings
 
 from ops.lib.bootstrap import ROOT
 from ops.lib.fuzz.inputs import SEEDS, inputs
