@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from mlxq.producer.hub import Feed
 from mlxq.producer.shard import Shard
@@ -193,6 +193,6 @@ def _failure(event: Failed) -> JobFailed:
 
 
 def _is_forbidden(error: ResponseError) -> bool:
-    # Redis 7.0, Valkey and later Redis each word it differently inside a script.
+    # Inside a script Redis 7.0, Valkey and later Redis each word it differently.
     words = ("NOPERM", "ACL failure", "user executing the script")
-    return any(word in str(error) for word in words)
+    return isinstance(error, NoPermissionError) or any(word in str(error) for word in words)

@@ -43,6 +43,7 @@ def start(tmp_path: Path, tiny_model: Path, queue: str) -> Start:
     return start
 
 
+@pytest.mark.slow
 async def test_a_worker_shows_no_password_and_no_prompt(
     users: dict[str, User], queue: str, start: Start, submitter: Submitter, tmp_path: Path
 ) -> None:

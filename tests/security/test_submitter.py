@@ -247,6 +247,7 @@ async def test_without_eval(
     submitter = connect(user)
     with pytest.raises(NoPermissionError):
         await command(submitter, "EVAL", "return 1", 1, keys.job("a"))
+    await client.script_flush()  # other tests have loaded the scripts
     loaded = await _load_as_documented(client, tmp_path)
     assert loaded == script("enqueue").sha
     async with Producer(user.url, queue) as producer:

@@ -17,6 +17,9 @@ from tests.server import Server, free_port
 from tests.worker.fakes import FakeBatch
 from tests.worker.harness import running
 
+# On redis-server whatever the other tests run on: once is enough.
+pytestmark = pytest.mark.slow
+
 Load = Callable[[], FakeBatch]
 
 

@@ -22,7 +22,7 @@ from ops.lib.bootstrap import ROOT
 from ops.lib.fuzz.inputs import SEEDS, inputs
 from ops.lib.fuzz.targets import TARGETS
 
-ROUND = 500
+ROUND = 200
 LONGEST_INPUT = 4_096
 
 
