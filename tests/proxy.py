@@ -1,4 +1,4 @@
-"""A TCP proxy that can cut connections, hold back or lose replies, and stop reading."""
+"""A TCP proxy that can cut or half-close connections, hold back or lose replies, stop reading."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Proxy:
         self._losses: list[Loss] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._links: set[Link] = set()
         self.delay_s = 0.0
         self.down = False
         self.reading = asyncio.Event()
@@ -68,6 +69,12 @@ class Proxy:
         """Closes all connections."""
         for writer in self._writers:
             writer.close()
+
+    def half_close(self) -> None:
+        """Ends the replies of all connections; requests still reach the server."""
+        for link in self._links:
+            link.lost = "silence"
+            link.writer.write_eof()
 
     def lose_reply(self, pattern: bytes, how: Literal["cut", "silence"] = "cut") -> None:
         """The next request that contains `pattern` reaches the server; its reply does not come.
@@ -115,6 +122,7 @@ class Proxy:
 
     async def _forward(self, link: Link) -> None:
         """Both directions, until either ends."""
+        self._links.add(link)
         pumps = [
             asyncio.create_task(self._requests(link)),
             asyncio.create_task(self._replies(link)),
@@ -122,6 +130,7 @@ class Proxy:
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._links.discard(link)
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)

@@ -42,11 +42,11 @@ async def test_killed_while_the_job_waits(house: House) -> None:
     Promise: 1. They were never handed out: one attempt each. Fails without: asking for free slots
     only (intake.py: `self._ask(free, alone)`, with 100 in place of `free`).
     """
-    jobs = [await house.submit(tokens=400) for _ in range(3 * house.max_batch)]
+    running = [await house.submit(tokens=400) for _ in range(house.max_batch)]
+    waiting = [await house.submit(tokens=20) for _ in range(6)]
     await house.start("one")
-    for reader in jobs[: house.max_batch]:
+    for reader in running:
         await reader.reach(tokens=3)
-    waiting = jobs[house.max_batch :]
     house.kill("one")
     await house.start("two")
     await house.check()

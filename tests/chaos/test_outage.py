@@ -51,6 +51,7 @@ async def test_server_comes_back_empty(house: House) -> None:
     await house.check(lost=lost)
 
 
+@pytest.mark.slow
 async def test_server_is_away_for_four_leases(build: Build) -> None:
     """The server is away for four leases (a minute at the default) and keeps its data.
 

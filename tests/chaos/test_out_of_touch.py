@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+from typing import Literal
+
+import pytest
 
 from mlxq.protocol.events import Resumed
 from mlxq.protocol.scripts import script
@@ -54,8 +57,9 @@ async def test_a_worker_is_cut_off_for_two_leases(house: House) -> None:
     assert [resumed_by(job)[0] for job in jobs] == ["other"] * 4
 
 
-async def test_connections_that_die_before_a_request(build: Build) -> None:
-    """Every connection of both workers is cut as events are on their way, five times.
+@pytest.mark.parametrize("how", ["cut", "half_close"])
+async def test_connections_that_die(how: Literal["cut", "half_close"], build: Build) -> None:
+    """Five times all connections of the workers are cut, or half closed, with events on the way.
 
     Promise: 1 2 7. Fails without: events kept in `Row.frozen` until they are answered (let
     `Publisher.flush` take unanswered ones for stored).
@@ -68,8 +72,28 @@ async def test_connections_that_die_before_a_request(build: Build) -> None:
         for _ in range(5):
             proxy.lose_request(script("emit").sha.encode())
             await house.until(lambda: proxy.pending_losses == 0)
-            proxy.cut()
+            proxy.cut() if how == "cut" else proxy.half_close()
             house.fault()
             await house.leases(0.05)
         await house.check()
     assert {job.terminal.attempts for job in jobs} == {1}
+
+
+async def test_a_slow_line(build: Build) -> None:
+    """Every reply takes a sixth of a lease: events grow, and nothing queues up.
+
+    Promise: 2 6. Fails without: one event for all that came meanwhile (`Row._take_events` in
+    rows.py: let it make one for each id).
+    """
+    house: House = await build(lease_s=2.0)
+    async with Proxy(house.server.port) as proxy:
+        await house.start("one", "two", url=proxy.url)
+        jobs = await house.submit_many(4, tokens=250)
+        proxy.delay_s = house.lease_s / 6
+        house.fault()
+        for job in jobs:
+            await job.end()
+        proxy.delay_s = 0
+        await house.check()
+    assert {job.terminal.attempts for job in jobs} == {1}
+    assert max(len(job.events) for job in jobs) < 100
