@@ -23,7 +23,22 @@ Load = Callable[[], FakeBatch]
 NORMAL = {"state": "queued", "lane": "normal", "attempt": "0", "seq": "0", "tokens": "0"}
 NORMAL |= {"created": "1", "deadline": "0", "retention": "60000", "replay": "60000"}
 SPEC = {"spec": '{"prompt":"Hi","max_tokens":100}'}
-NUMBERS = ("-1", "", "nan", "inf", "1e300", "0x10", "1e15", "9" * 40, "1.5", "x", " 1", "\x00")
+NUMBERS = (
+    "-1",
+    "-0",
+    "1e3",
+    "",
+    "nan",
+    "inf",
+    "1e300",
+    "0x10",
+    "1e15",
+    "9" * 40,
+    "1.5",
+    "x",
+    " 1",
+    "\x00",
+)
 SIZES = [
     "attempt", "seq", "tokens", "begun", "lease", "base", "crashes", "strikes", "silent",
     "releases", "deadline", "retention", "replay",
