@@ -66,6 +66,13 @@ class Reader:
                 assert not self._task.done(), f"ended too soon: {self.error!r} {self.events[-1:]}"
                 await asyncio.sleep(0.005)
 
+    async def go_on(self, tokens: int = 1) -> None:
+        """Returns once so many more tokens have come, or the job has ended."""
+        goal = len(self.ids) + tokens
+        async with asyncio.timeout(GUARD_S):
+            while len(self.ids) < goal and not self._task.done():
+                await asyncio.sleep(0.005)
+
     async def end(self) -> None:
         """Returns when the reading is over, whatever ended it."""
         await asyncio.wait_for(asyncio.shield(self._task), GUARD_S)

@@ -97,7 +97,7 @@ async def test_replica_promoted_with_a_lost_tail(pair: Pair, build: Build) -> No
     jobs = await house.submit_many(5, tokens=FOREVER)
     pair.line.reading.clear()
     for job in jobs:
-        await job.reach(tokens=len(job.ids) + 100)
+        await job.go_on(100)
     gone = await house.submit(tokens=FOREVER)
     await gone.reach(tokens=1)
     house.server.kill()
@@ -109,7 +109,7 @@ async def test_replica_promoted_with_a_lost_tail(pair: Pair, build: Build) -> No
         assert isinstance(reader.error, UnknownJob if reader is gone else HistoryRewritten)
     again = [house.attach(job.id, FOREVER) for job in jobs]
     for reader in again:
-        await reader.reach(tokens=len(reader.ids) + 20)
+        await reader.go_on(20)
         assert await reader.job.abort() == "aborted"
     await house.check(lost=[*jobs, gone])
     assert {reader.terminal.attempts for reader in again} == {2}

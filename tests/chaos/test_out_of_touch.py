@@ -32,7 +32,7 @@ async def test_a_worker_sleeps_for_two_leases(house: House) -> None:
     await house.start("other", flags=("--step-ms", "12"))
     await house.leases(2)
     for job in jobs:
-        await job.reach(tokens=len(job.ids) + 1)
+        await job.go_on()
     house.workers["sleeper"].send(signal.SIGCONT)
     await house.check()
     assert [resumed_by(job)[0] for job in jobs] == ["other"] * 4
@@ -51,7 +51,7 @@ async def test_a_worker_is_cut_off_for_two_leases(house: House) -> None:
         await house.start("other", flags=("--step-ms", "12"))
         await house.leases(2)
         for job in jobs:
-            await job.reach(tokens=len(job.ids) + 1)
+            await job.go_on()
         proxy.reading.set()
         await house.check()
     assert [resumed_by(job)[0] for job in jobs] == ["other"] * 4

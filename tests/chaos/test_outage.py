@@ -28,7 +28,7 @@ async def test_server_crashes_and_comes_back_with_its_data(build: Build) -> None
         await asyncio.to_thread(house.server.restart)
         await house.client.connection_pool.disconnect()
         house.fault()
-        await jobs[0].reach(tokens=len(jobs[0].ids) + 5)
+        await jobs[0].go_on(5)
     await house.check()
 
 

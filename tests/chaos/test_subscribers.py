@@ -26,16 +26,16 @@ async def test_killed_subscriptions(house: House) -> None:
     async with Proxy(house.server.port) as proxy:
         house.use_producer(proxy.url)
         await house.start("one", "two")
-        jobs = await house.submit_many(8, tokens=250)
+        jobs = await house.submit_many(8, tokens=FOREVER)
+        other = house.use_producer()
         for _ in range(5):
             await house.client.client_kill_filter(_type="pubsub")
             house.fault()
-            await jobs[0].reach(tokens=len(jobs[0].ids) + 20)
+            await jobs[0].go_on(20)
         proxy.down = True
         proxy.cut()
         for job in jobs:
-            while (await house.hash(job.id))["state"] != "done":
-                await asyncio.sleep(0.01)
+            assert await other.attach(job.id).abort() == "aborted"
         proxy.down = False
         await house.check()
 
@@ -69,7 +69,7 @@ async def test_readers_from_elsewhere_with_a_cursor(house: House) -> None:
     Promise: 2. Fails without: the comparison in `Stream._is_next` (stream.py; let it return True).
     """
     await house.start("one", "two", flags=("--step-ms", "0.3"))
-    [job] = await house.submit_many(1, tokens=4_000)
+    [job] = await house.submit_many(1, tokens=FOREVER)
     other = house.use_producer()
     cursor = job.events[-1].id
 
@@ -79,8 +79,10 @@ async def test_readers_from_elsewhere_with_a_cursor(house: House) -> None:
     late = []
     for _ in range(30):
         late.append(asyncio.create_task(rest()))
-        await job.reach(tokens=len(job.ids) + 10)
+        await job.go_on(10)
     house.kill(job.worker)
+    await job.go_on(100)
+    assert await job.job.abort() == "aborted"
     await house.check()
     ids = [event.id for event in job.events]
     for reading in late:
