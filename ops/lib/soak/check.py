@@ -243,16 +243,25 @@ def _standing(world: World) -> set[str]:
 
 async def _check_dead(world: World, jobs: Sequence[Submitted], ends: dict[str, str]) -> None:
     """The dead letters are the jobs that ended so, each once; few are innocent. They are purged."""
-    found = await world.producers[-1].dead.all()
-    letters = [letter.id for letter in found]
+    letters = [letter.id for letter in await world.producers[-1].dead.all()]
     ended = [job_id for job_id, end in ends.items() if end == "worker_lost"]
     _require(sorted(letters) == sorted(ended), f"dead letters {letters} of {ended}")
     poison = {job.plan.id for job in jobs if job.plan.fault == "poison"}
     innocent = set(letters) - poison
     world.news.counts["innocents given up"] += len(innocent)
-    world.news.remark([repr(letter) for letter in found if letter.id in innocent])
+    world.news.remark([line for job_id in innocent for line in await _story(world, job_id)])
     _require(len(innocent) <= MOST_UNLUCKY, f"innocents were given up: {innocent}")
     await world.producers[-1].dead.purge()
+
+
+async def _story(world: World, job_id: str) -> list[str]:
+    """Who had the job, and what became of it."""
+    keys, lines = world.keys_of(job_id), [f"{job_id} is innocent, and was given up"]
+    fields = await world.client.hmget(keys.job(job_id), ["created", "finished", "crashes"])
+    lines.append(f"created, finished, crashes: {fields}")
+    entries: Any = await world.client.xrange(keys.events(job_id))
+    lines += [f"    {name.decode()} {body}" for name, body in entries if 'token"' not in str(body)]
+    return lines
 
 
 async def _check_subscriptions(world: World) -> None:
