@@ -104,7 +104,8 @@ class Intake:
             return False
         if self._slots.unproven or not self._slots.has_free(self.notify):
             return False
-        if len(self._rows) and self._lease.age_s > self._config.lease_s / 2:
+        # An empty worker too: what cannot keep a lease must not take, or it blames the job.
+        if self._lease.age_s > self._config.lease_s / 2:
             self._lease.beat_now()
             return False
         return True
