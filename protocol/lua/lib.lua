@@ -13,12 +13,11 @@ local MAX_SPEC_BYTES = 16 * 2 ^ 20
 local DONE, REPEATED, FENCED, ABORTED, EXPIRED, GAP, BROKEN = 1, 2, -1, -2, -3, -4, -5
 local LANES = {'high', 'normal', 'low'}
 local GROUP = 'workers'
-local TEXTS = {'state', 'lane', 'entry', 'owner', 'by'}
-local NUMBERS = {'attempt', 'begun', 'lease', 'seq', 'tokens', 'base', 'crashes', 'strikes',
-  'silent', 'releases', 'deadline', 'retention', 'replay'}
-local FIELDS = {}
-for _, name in ipairs(TEXTS) do FIELDS[#FIELDS + 1] = name end
-for _, name in ipairs(NUMBERS) do FIELDS[#FIELDS + 1] = name end
+-- Fields of the job hash, texts before numbers. FIRST is what every event needs.
+local FIRST, FIRST_TEXTS = {'state', 'lane', 'entry', 'owner',
+  'attempt', 'begun', 'seq', 'deadline'}, 4
+local REST, REST_TEXTS = {'by', 'lease', 'tokens', 'base', 'crashes', 'strikes', 'silent',
+  'releases', 'retention', 'replay'}, 1
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -64,21 +63,44 @@ local function valid_lane(lane)
   return lane == 'high' or lane == 'normal' or lane == 'low'
 end
 
+-- Reads fields of the hash into the job; the first `texts` are texts. False: its key has no hash.
+local function fill(job, fields, texts)
+  local values = redis.pcall('HMGET', job_key(job.id), unpack(fields))
+  if failure(values) then return false end
+  for i, name in ipairs(fields) do
+    local value = values[i]
+    if i <= texts then
+      job[name] = value or nil
+    else
+      -- As `int`, with a digit to spare for counting on, and faster: this runs for every event.
+      local number = tonumber(value or '')
+      local whole = number and number >= 0 and number < 1e13 and number % 1 == 0
+      job[name] = whole and number + 0 or 0
+    end
+  end
+  return true
+end
+
+-- Reads the other fields when one of them is asked for: most events need none.
+local lazy = {}
+function lazy.__index(job, name)
+  setmetatable(job, nil)
+  local rest = {id = job.id}
+  fill(rest, REST, REST_TEXTS)
+  for field, value in pairs(rest) do
+    if job[field] == nil then job[field] = value end
+  end
+  return job[name]
+end
+
 -- The job's fields; state is nil when there is no such job. A hash that no script has written is no
 -- job either: submitters can write to hashes, and one of them must not stop a call for all.
 local function load(id)
   local job = {id = id}
-  local values = redis.pcall('HMGET', job_key(id), unpack(FIELDS))
-  if failure(values) then return job end
-  for i = 1, #TEXTS do job[TEXTS[i]] = values[i] or nil end
-  for i = #TEXTS + 1, #FIELDS do
-    -- As `int`, with a digit to spare for counting on, and faster: this runs for every event.
-    local number = tonumber(values[i] or '')
-    local whole = number and number >= 0 and number < 1e13 and number % 1 == 0
-    job[FIELDS[i]] = whole and number + 0 or 0
-  end
-  if not (valid_id(id) and valid_lane(job.lane) and valid_entry(job.entry)) then job.state = nil end
-  return job
+  local sound = fill(job, FIRST, FIRST_TEXTS) and valid_id(id) and valid_lane(job.lane)
+    and valid_entry(job.entry)
+  if not sound then return {id = id} end
+  return setmetatable(job, lazy)
 end
 
 local function spec_of(id)
