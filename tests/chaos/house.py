@@ -113,6 +113,7 @@ class House:
             while True:
                 for worker in self.workers.values():
                     if worker.process is not None and not worker.alive:
+                        self.fault()
                         worker.kill()
                         worker.start()
                 await asyncio.sleep(0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxq.protocol.events import Done, Started
+from tests.chaos.conftest import Build
 from tests.chaos.house import House
 
 STAGES = {
@@ -18,12 +19,13 @@ STAGES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_killed_at(stage: str, house: House) -> None:
+async def test_killed_at(stage: str, build: Build) -> None:
     """kill -9 of a worker: its jobs, and those beside them, go on elsewhere.
 
     Promise: 1 2 4. Fails without: the walk over lapsed leases in TAKE
     (take.lua: `walk_pending(lane, 'lapsed', LAPSED_MARK, false)`).
     """
+    house: House = await build(max_batch=8)
     await house.start("one", "two")
     beside = await house.submit_many(5, tokens=250)
     victim = await house.submit(STAGES[stage], tokens=80)

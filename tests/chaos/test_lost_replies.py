@@ -21,7 +21,7 @@ OF_PRODUCERS = ("enqueue", "abort")
 async def test_reply_lost(name: str, how: Literal["cut", "silence"], build: Build) -> None:
     """Replies to one script are lost: two by a cut, under leases too long to help; one by silence.
 
-    Promise: 1 2 3. Fails without, script by script: guard `dup` in enqueue.lua; `self._recover =
+    Promise: 1 2 3. Fails without: script by script, guard `dup` in enqueue.lua; `self._recover =
     True` in intake.py; guard `sequence` in emit.lua; guard `finish_once` in finish.lua; `except
     UNANSWERED` in lease.py and in sweeper.py; `Link.call`, made `call_once`, in `Bridge.release`;
     the loop in `Connections.ask` for ABORT; for silence, `asyncio.timeout` in `Link.once`.

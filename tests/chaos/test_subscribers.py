@@ -9,6 +9,7 @@ import pytest
 from tests.chaos.house import FOREVER, House
 from tests.proxy import Proxy
 
+pytestmark = pytest.mark.server  # its output limit
 FLOOD = b"x" * 65_536
 
 

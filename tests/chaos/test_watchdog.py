@@ -14,11 +14,12 @@ STALL_S = 0.8
 
 
 @pytest.mark.parametrize("where", ["token:40", "prefill"])
-async def test_a_hung_engine(where: str, house: House) -> None:
+async def test_a_hung_engine(where: str, build: Build) -> None:
     """The engine hangs in a step: its process ends by itself, its jobs go on elsewhere.
 
     Promise: 4. Fails without: `stalled_s > config.stall_timeout_s` in lease.py.
     """
+    house: House = await build(max_batch=8)
     await house.start("one", "two", flags=("--stall-timeout-s", str(STALL_S)))
     beside = await house.submit_many(5, tokens=250)
     hung = await house.submit(f"hang@{where}/1", tokens=80)
@@ -29,11 +30,12 @@ async def test_a_hung_engine(where: str, house: House) -> None:
     assert any(reader.terminal.attempts >= 2 for reader in beside)
 
 
-async def test_an_engine_that_fails(house: House) -> None:
+async def test_an_engine_that_fails(build: Build) -> None:
     """The engine raises in a step: the worker gives its jobs back at once and ends.
 
     Promise: 4. Fails without: `on_dead` in `EngineThread._run` (thread.py).
     """
+    house: House = await build(max_batch=8)
     await house.start("one", "two")
     beside = await house.submit_many(5, tokens=250)
     broken = await house.submit("raise@token:40/1", tokens=80)
