@@ -225,7 +225,8 @@ def end_on_signals() -> None:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGHUP, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, leave)
 
 
 def guarded(main: Callable[[], int]) -> int:
