@@ -225,6 +225,8 @@ def end_on_signals() -> None:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
+    # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signal.signal(signal.SIGHUP, leave)
 
