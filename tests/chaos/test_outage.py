@@ -12,7 +12,8 @@ from tests.chaos.house import House
 from tests.proxy import Proxy
 from tests.server import Server
 
-AOF = ("--appendonly", "yes")
+# With `everysec` a crash may take the last two seconds with it, and readers are told so.
+AOF = ("--appendonly", "yes", "--appendfsync", "always")
 
 
 async def test_server_crashes_and_comes_back_with_its_data(build: Build) -> None:

@@ -31,16 +31,17 @@ async def test_flushall(house: House) -> None:
     await house.check(lost=lost)
 
 
-async def test_scripts_are_forgotten(house: House) -> None:
+async def test_scripts_are_forgotten(build: Build) -> None:
     """`SCRIPT FLUSH` in mid-stream, many times.
 
     Promise: 1 2. Fails without: `except NoScriptError` in `run` and `run_all` (scripts.py).
     """
+    house: House = await build(lease_s=2.0)
     await house.start("one", "two")
     jobs = await house.submit_many(6, tokens=200)
     for _ in range(20):
         await house.client.script_flush()
-        await house.leases(0.05)
+        await house.leases(0.02)
     house.fault()
     await house.submit(tokens=20)
     await house.check()

@@ -26,7 +26,7 @@ async def test_a_hung_engine(where: str, build: Build) -> None:
     name = await house.death()
     assert await asyncio.to_thread(house.workers[name].wait) == EXIT_ENGINE_DIED
     await house.check()
-    assert hung.terminal.attempts == 2
+    assert hung.terminal.attempts >= 2
     assert any(reader.terminal.attempts >= 2 for reader in beside)
 
 
@@ -42,7 +42,7 @@ async def test_an_engine_that_fails(build: Build) -> None:
     name = await house.death()
     assert await asyncio.to_thread(house.workers[name].wait) == EXIT_ENGINE_DIED
     await house.check(errors=True)
-    assert broken.terminal.attempts == 2
+    assert broken.terminal.attempts >= 2
     assert any(reader.terminal.attempts >= 2 for reader in beside)
 
 
