@@ -52,9 +52,9 @@ async def test_a_long_prefill_is_not_a_hang(build: Build) -> None:
     Promise: 4. Nobody takes it for hung, nobody else takes it. Fails without: `_progress_at` set
     after every step in `EngineThread._serve` (thread.py).
     """
-    house: House = await build(lease_s=1.0)
-    await house.start("one", "two", flags=("--stall-timeout-s", str(STALL_S)))
-    slow = await house.submit("prefill:600", tokens=20)
+    house: House = await build(lease_s=1.5)
+    await house.start("one", "two", flags=("--stall-timeout-s", "1.2"))
+    slow = await house.submit("prefill:900", tokens=20)
     house.fault()
     await house.check()
     assert slow.terminal.attempts == 1
