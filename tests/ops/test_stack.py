@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[2]
 
 # Starts a server and a stand-in for a worker, prints their pids, then waits for a signal.
 PROGRAM = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from pathlib import Path
 from ops.lib.stack import Stack, Worker, guarded
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 
 def main():
     with Stack(Path("no-model"), "q") as stack:
@@ -44,10 +46,13 @@ def test_nothing_is_left_behind(number: signal.Signals, status: int) -> None:
     )
     assert program.stdout is not None
     with program:
-        pids = [int(pid) for pid in program.stdout.readline().split()]
-        assert len(pids) == 3 and all(map(alive, pids))
-        program.send_signal(number)
-        assert program.wait() == status
+        try:
+            pids = [int(pid) for pid in program.stdout.readline().split()]
+            assert len(pids) == 3 and all(map(alive, pids))
+            program.send_signal(number)
+            assert program.wait(60) == status
+        finally:
+            program.kill()
     assert all_gone(pids)
 
 
