@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 
-from mlxq.producer import Event, Job, Producer, Started, Token
+from mlxq.producer import Event, JobHandle, Producer, Started, Token
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.config import EXIT_DRAINED, Config
 from mlxq.worker.orders import Order, Orders
@@ -63,10 +63,10 @@ async def test_50_workers(own: Server, own_client: Redis, queue: str) -> None:
                     job = await producer.submit(prompt="Hi", max_tokens=TOKENS)
                     return job.id, [event async for event in job.events()]
 
-                async def fill() -> tuple[Job, str]:
+                async def fill() -> tuple[JobHandle, str]:
                     job = await producer.submit(prompt="Hi", max_tokens=LONG)
-                    events = job.events()
-                    return job, await anext(e.worker async for e in events if isinstance(e, Started))
+                    started = (event async for event in job.events() if isinstance(event, Started))
+                    return job, (await anext(started)).worker
 
                 streams = await asyncio.gather(*(read() for _ in range(JOBS)))
                 filling = await asyncio.gather(*(fill() for _ in range(WORKERS * SLOTS)))
