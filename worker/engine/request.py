@@ -22,7 +22,12 @@ class RowKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen from the logits; meanings and ranges as in `Job`."""
+    """How the next token is chosen from the logits; meanings and ranges as in `Job`.
+
+    repetition_window  ids of prompt and output the repetition penalty looks back over; 0: all
+    min_tokens         no id that ends the row before so many ids of output
+    logprobs           top alternatives to report per id, 0: the drawn id alone; None: no report
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -33,10 +38,24 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int = 0
+    repetition_window: int = 0
+    min_tokens: int = 0
+    logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+class Logprob(NamedTuple):
+    """Natural logarithms of probabilities, after penalties and bias, before temperature and cuts.
+
+    logprob  of the id that was drawn
+    top      the most probable ids, best first, as many as the row asked for
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
