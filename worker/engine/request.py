@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+NO_BOUND = 2**62
+"""Of a number that nothing bounds: large, and still an integer of the wire."""
+
 
 class RowKey(NamedTuple):
     """Names one row: a late message about attempt 1 can never hit attempt 2 of the same job.
@@ -64,6 +67,9 @@ class Admit:
 
     max_tokens counts over all attempts: at most `max_tokens - len(generated)` more are made.
     Sampling continues at position len(generated).
+
+    priority    0 high, 1 normal, 2 low: rows wait, and are parked, by it
+    cache_salt  rows of different salts share no prompt prefix
     """
 
     key: RowKey
@@ -72,6 +78,8 @@ class Admit:
     max_tokens: int
     sampling: SamplingParams
     stop_ids: frozenset[int]
+    priority: int = 1
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +89,37 @@ class Cancel:
     key: RowKey
 
 
+class Logprob(NamedTuple):
+    """Natural logarithms of probabilities, after penalties and bias, before temperature and cuts.
+
+    logprob  of the id that was drawn
+    top      the likeliest ids and theirs, best first
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Output(NamedTuple):
     """New ids of one row in one step.
 
     finish "stop": the model ended with an id of `stop_ids`, which is not in `ids`.
     finish "length": max_tokens is reached; the last id is in `ids`.
-    finish "error": this row alone failed; `error` says why. The row is gone in all three cases.
+    finish "error": this row alone failed; `error` says why.
+    finish "preempted": the memory of this row was needed: it is to go on later, from all its ids.
+    The row is gone in all four cases.
+
+    logprobs  one per id of `ids`, if the row asked
+    cached    set once, when the row's prefill begins (`ids` may be empty): how many of the ids of
+              its prompt and earlier output the prefix cache spared it to read
     """
 
     key: RowKey
     ids: list[int]
-    finish: Literal["stop", "length", "error"] | None = None
+    finish: Literal["stop", "length", "error", "preempted"] | None = None
     error: str = ""
+    logprobs: list[Logprob] | None = None
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +128,11 @@ class ModelInfo:
 
     fingerprint     same for two workers with the same weights and tokenizer: see fingerprint.py
     context_length  most positions (prompt + output) of one row
+
+    What all rows hold together stays within kv_budget_bytes; a row of n positions holds
+    `kv_row_bytes + n * kv_bytes_per_token`, the fixed part being state that does not grow.
+
+    max_batch       most rows with a slot: 1 if the model was found inexact beside others
     """
 
     name: str
@@ -109,3 +141,7 @@ class ModelInfo:
     vocab_size: int
     context_length: int
     eos_ids: frozenset[int]
+    kv_bytes_per_token: int = 0
+    kv_row_bytes: int = 0
+    kv_budget_bytes: int = NO_BOUND
+    max_batch: int = NO_BOUND
