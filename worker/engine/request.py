@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 NO_BOUND = 2**62
-"""Of a number that nothing bounds: large, and still an integer of the wire."""
+"""Stands for no limit."""
 
 
 class RowKey(NamedTuple):
@@ -87,17 +87,6 @@ class Cancel:
     """Drop the row, in whatever stage it is; unknown keys are ignored."""
 
     key: RowKey
-
-
-class Logprob(NamedTuple):
-    """Natural logarithms of probabilities, after penalties and bias, before temperature and cuts.
-
-    logprob  of the id that was drawn
-    top      the likeliest ids and theirs, best first
-    """
-
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 class Output(NamedTuple):
