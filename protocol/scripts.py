@@ -64,7 +64,7 @@ def script(name: str) -> Script:
     """The script of `protocol/lua/NAME.lua`, with the part that all share in front."""
     folder = files("mlxq.protocol") / "lua"
     parts = [(folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("lib", name)]
-    source = "\n".join(parts)
+    source = "".join(parts)
     return Script(source, hashlib.sha1(source.encode()).hexdigest())
 
 
