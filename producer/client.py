@@ -28,6 +28,8 @@ log = logging.getLogger("mlxq.producer")
 
 # How long closing waits for jobs of uncertain submits to be withdrawn.
 CLOSE_S = 5.0
+# How long a withdrawal is tried at least. What a cut connection still holds may arrive late.
+WITHDRAW_S = 60.0
 
 
 class Producer:
@@ -211,11 +213,13 @@ class Producer:
     def _shard(self, job_id: str) -> Shard:
         return self._shards[shard_of(job_id, len(self._shards))]
 
-    def _handle(self, job_id: str, feed: Feed | None = None) -> JobHandle:
+    def _handle(
+        self, job_id: str, feed: Feed | None = None, *, timeout_s: float | None = None
+    ) -> JobHandle:
         return JobHandle(
             job_id,
             self._shard(job_id),
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s or self._timeout_s,
             feed=feed,
         )
 
@@ -263,7 +267,7 @@ class Producer:
 
     async def _abort(self, job_id: str) -> None:
         try:
-            await self._handle(job_id).abort()
+            await self._handle(job_id, timeout_s=max(WITHDRAW_S, self._timeout_s)).abort()
         except MlxqError as error:
             log.warning("%s may have been enqueued and could not be aborted: %s", job_id, error)
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("mlxq.producer")
 
-# Answers that no repetition changes. A failing server is not among them.
+# Refusals of this user, which no repetition changes. A failing server is not among them.
 REFUSALS = (AuthenticationError, NoPermissionError)
 BACKOFF_MAX_S = 2.0
 
@@ -71,7 +71,8 @@ class Connections:
         """The answer of `action`, repeated with jittered back-off for `allowed_s`, or for ever.
 
         `action` must bear to run more than once. Raises ServerUnreachable when time is up or
-        the server refuses this user, MlxqError when the producer is closed meanwhile.
+        the server refuses this user, MlxqError when the producer is closed meanwhile or a key
+        holds what mlxq never puts there.
         """
         now = asyncio.get_running_loop().time
         deadline = None if allowed_s is None else now() + allowed_s
@@ -86,6 +87,8 @@ class Connections:
                 raise ServerUnreachable(f"refused by Redis: {error}") from None
             except (RedisError, OSError) as error:
                 trouble = str(error) or trouble or "timeout"
+                if "WRONGTYPE" in trouble:
+                    raise MlxqError(f"a key of the queue is damaged: {trouble}") from None
                 if is_misplaced(error):
                     await self._pool.disconnect(inuse_connections=False)
             failures += 1

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from mlxq.producer import Done, Producer
+from mlxq.producer import Done, MlxqError, Producer
 from mlxq.protocol.keys import Keys
 from tests.producer.hand import HandWorker
 from tests.producer.reading import check_complete, collect, text_of, until
@@ -197,3 +197,19 @@ async def test_commands_that_fail_are_repeated(
         assert [text async for text in producer.attach(job.id)] == ["fine"]
         assert (await job.result()).text == "fine"
         assert proxy.pending_losses == 0
+
+
+async def test_a_key_of_another_type_is_told_at_once(
+    producer: Producer, client: Redis, keys: Keys
+) -> None:
+    """Repeating a command on it would never end."""
+    for key in (keys.lane("normal"), keys.job("mine"), keys.events("mine")):
+        await client.set(key, "not ours")
+    with pytest.raises(MlxqError, match="WRONGTYPE"):
+        await producer.submit(prompt="a")
+    with pytest.raises(MlxqError, match="WRONGTYPE"):
+        await collect(producer.attach("mine").events())
+    await client.delete(keys.job("mine"))
+    await client.hset(keys.job("mine"), "state", "running")
+    with pytest.raises(MlxqError, match=f"damaged: .*{keys.events('mine')}.*WRONGTYPE"):
+        await collect(producer.attach("mine").events())

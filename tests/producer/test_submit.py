@@ -228,6 +228,24 @@ async def test_giving_up_aborts_the_job(
     assert await depth(client, keys) == 0
 
 
+async def test_a_withdrawal_outlasts_the_time_of_the_submit(
+    proxy: Proxy, client: Redis, keys: Keys, queue: str
+) -> None:
+    timeout_s = 0.2
+    async with Producer(proxy.url, queue, submit_timeout_s=timeout_s) as producer:
+        await producer.ping()
+        for _ in range(100):
+            proxy.lose_reply(b"marker")
+        with pytest.raises(ServerUnreachable):
+            await producer.submit(prompt="marker", job_id="mine")
+        proxy.down = True
+        proxy.cut()
+        await asyncio.sleep(3 * timeout_s)
+        assert await client.hget(keys.job("mine"), "state") == b"queued"
+        proxy.down = False
+        assert (await producer.attach("mine").result()).finish_reason == "aborted"
+
+
 async def test_a_cancelled_submit_aborts_the_job(
     proxy: Proxy, client: Redis, keys: Keys, queue: str
 ) -> None:
