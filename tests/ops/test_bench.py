@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ops.lib.bench.engine import METRICS
 from ops.lib.bench.measure import Spread, cpu_s, percentile
+from ops.lib.bench.through_redis import METRICS
 from ops.lib.bench.workload import MOST_JOBS, PROMPTS, Run, Trace, Workload, check
 from tests.engine.tiny import make_tiny_model
 
@@ -75,8 +75,9 @@ def test_engine_benchmark_reports_both_sides(tmp_path: Path) -> None:
     sizes = ["--rounds", "2", "--jobs", "5", "--tokens", "6", "--batch", "3"]
     file = tmp_path / "report.json"
     done = bench(
-        "engine", "--model", str(model), *sizes, "--low-load-jobs", "2", "--json", str(file)
-    )
+        "engine", "--part", "redis", "--model", str(model), *sizes,
+        "--low-load-jobs", "2", "--json", str(file),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[-1]
     assert file.read_text() == line + "\n"
@@ -84,6 +85,7 @@ def test_engine_benchmark_reports_both_sides(tmp_path: Path) -> None:
     assert (report["benchmark"], report["rounds"], report["machine"]["model"]) == (
         "engine", 2, "tiny",
     )  # fmt: skip
+    report = report["parts"]["redis"]
     for name in METRICS:
         assert set(report[name]) == {"raw", "queue", "ratio"}
         for spread in report[name].values():
@@ -95,11 +97,30 @@ def test_engine_benchmark_reports_both_sides(tmp_path: Path) -> None:
     assert all(isinstance(met, bool) for met in report["targets_met"].values())
 
 
+def test_parts_in_one_process(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", context_length=4096)
+    parts = [word for name in ("steps", "joins") for word in ("--part", name)]
+    sizes = ["--rounds", "2", "--batches", "1", "3", "--steps", "3", "--long", "64"]
+    more = ["--running", "2", "--joiners", "2", "--burst", "3"]
+    done = bench("engine", *parts, "--model", str(model), *sizes, *more)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])["parts"]
+    for mix in ("greedy", "seeded", "top_p", "penalties"):
+        for rows in (1, 3):
+            spreads = report["steps"][f"b{rows}.{mix}"]
+            assert set(spreads) == {"raw_ms", "own_ms", "raw/own", "own_greedy/own"}
+            assert all(spread["min"] > 0 for spread in spreads.values())
+    assert report["joins"]["long"] == 64
+    for number in ("interference.gap_p95_ms", "interference.join_max_ms", "burst.first_max_ms"):
+        for spread in report["joins"][number].values():
+            assert_spread(spread)
+
+
 def assert_spread(spread: dict[str, Any]) -> None:
     assert spread["min"] <= spread["median"] <= spread["max"]
 
 
-@pytest.mark.parametrize("arguments", [["--jobs", "33"], ["--tokens", "1"], ["--rounds", "none"]])
+@pytest.mark.parametrize("arguments", [["--jobs", "129"], ["--tokens", "1"], ["--rounds", "none"]])
 def test_bad_sizes_are_refused_in_one_line(arguments: list[str]) -> None:
     done = bench("engine", *arguments)
     assert done.returncode == 2

@@ -1,216 +1,128 @@
-"""What the path through Redis costs, against mlx-lm's BatchGenerator alone.
+"""The engine against mlx-lm's raw BatchGenerator, in four parts.
 
-The same greedy jobs go through BatchGenerator in a process of its own, and through submit, Redis,
-worker and subscriber. Both sides are loaded and warm, and take turns, round by round, each idle
-while the other runs. Then one job at a time, for the time to first token that the path adds.
-Ratios and differences compare neighbours in time, because a machine's speed drifts.
+redis: the whole path through Redis, each side in a process of its own. steps: how long a decode
+step takes. joins: what long prompts and bursts do to others. prefix: what the prefix cache saves.
+Sides take turns in every part, since a machine's speed drifts: only ratios of neighbours count.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from rich.console import Group, RenderableType
 
-from mlxq.producer import Producer
-from ops.lib.bench.measure import Report, Spread, cpu_s, machine, percentile
+from ops.lib.bench import joins, prefix, steps, through_redis
+from ops.lib.bench.batches import Makers, OwnSide, RawSide
+from ops.lib.bench.measure import Report, machine
 from ops.lib.bench.options import at_least
-from ops.lib.bench.sides import QueueSide, RawSide
-from ops.lib.bench.workload import MOST_JOBS, PROMPTS, Run, Workload
+from ops.lib.bench.workload import MOST_JOBS
 from ops.lib.model import demo_model
-from ops.lib.stack import Stack
+from ops.lib.random_model import Shape, vocab_of, write_random_llama
 
-HELP = "tokens per second and latency through Redis against raw BatchGenerator"
-WORKER = "bench"
-PREFILL_STEP = 512  # both sides
-WARM_TOKENS = 4
-LOW_LOAD_TOKENS = 4
-LEAST_RATIO = 0.95
-MOST_ADDED_TTFT_MS = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What one side did in one round. `idle_cpu`: cores it used while the other side ran."""
-
-    run: Run
-    idle_cpu: float
-    low_load_ttft_ms: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Both sides, next to each other in time."""
-
-    raw: Turn
-    queue: Turn
-
-    @property
-    def ratio(self) -> float:
-        return self.queue.run.tokens_per_s / self.raw.run.tokens_per_s
-
-    @property
-    def added_ttft_ms(self) -> float:
-        """Median over pairs of neighbours, at low load."""
-        pairs = zip(self.raw.low_load_ttft_ms, self.queue.low_load_ttft_ms, strict=True)
-        return percentile([queue - raw for raw, queue in pairs], 50)
-
-    @property
-    def same_outputs(self) -> int:
-        """Jobs for which both sides chose the same ids."""
-        pairs = zip(self.raw.run.traces, self.queue.run.traces, strict=True)
-        return sum(raw.ids == queue.ids for raw, queue in pairs)
-
-
-METRICS: dict[str, tuple[str, Callable[[Turn], float]]] = {
-    "tokens_per_s": ("tokens/s", lambda turn: turn.run.tokens_per_s),
-    "ttft_p50_ms": ("first token p50 ms", lambda turn: turn.run.ttft_ms(50)),
-    "ttft_p95_ms": ("first token p95 ms", lambda turn: turn.run.ttft_ms(95)),
-    "gap_p50_ms": ("gap p50 ms", lambda turn: turn.run.gap_ms(50)),
-    "gap_p95_ms": ("gap p95 ms", lambda turn: turn.run.gap_ms(95)),
-    "tokens_per_arrival": ("tokens per arrival", lambda turn: turn.run.tokens_per_arrival()),
-    "low_load_ttft_p50_ms": (
-        "alone: first p50 ms",
-        lambda turn: percentile(turn.low_load_ttft_ms, 50),
-    ),
-}
+HELP = "speed and latency against mlx-lm's raw BatchGenerator"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=at_least(1), default=3, metavar="N")
-    parser.add_argument("--jobs", type=at_least(1, MOST_JOBS), default=32, metavar="N")
-    parser.add_argument("--tokens", type=at_least(2), default=64, metavar="N", help="per job")
-    parser.add_argument("--batch", type=at_least(1), default=16, metavar="N", help="slots")
     parser.add_argument(
+        "--part", action="append", choices=list(PARTS), help="may be repeated; default: all"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="default: the demo model of ops/model"
+    )
+    parser.add_argument(
+        "--random-1b", action="store_true", help="a llama of 1.2e9 random weights instead"
+    )
+    number = partial(parser.add_argument, type=at_least(1), metavar="N")
+    number("--rounds", default=3)
+    redis = parser.add_argument_group("redis")
+    redis.add_argument("--jobs", type=at_least(1, MOST_JOBS), default=32, metavar="N")
+    redis.add_argument("--tokens", type=at_least(2), default=64, metavar="N", help="per job")
+    redis.add_argument("--batch", type=at_least(1), default=16, metavar="N", help="slots")
+    redis.add_argument(
         "--low-load-jobs",
         type=at_least(1, MOST_JOBS),
         default=8,
         metavar="N",
         help="jobs per round that run one at a time",
     )
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="default: the demo model of ops/model"
+    number = partial(parser.add_argument_group("steps").add_argument, type=at_least(1), metavar="N")
+    number("--batches", nargs="+", default=[1, 8, 32], help="numbers of rows")
+    number("--steps", default=12, help="timed ones per round")
+    number("--prompt", default=32, help="ids per row")
+    number = partial(parser.add_argument_group("joins").add_argument, type=at_least(1), metavar="N")
+    number("--running", default=8, help="rows that decode")
+    number("--joiners", default=2, help="long prompts")
+    number("--long", default=512, help="ids of a long prompt")
+    number("--burst", default=16, help="short prompts at once")
+    number = partial(
+        parser.add_argument_group("prefix").add_argument, type=at_least(1), metavar="N"
     )
+    number("--shared", default=512, help="ids that the prompts have in common")
+    number("--turns", default=4, help="prompts per round")
 
 
 def measure(options: argparse.Namespace) -> Report:
-    model: Path = demo_model() if options.model is None else options.model.resolve()
-    settings = ("--max-batch", str(options.batch), "--prefill-step", str(PREFILL_STEP))
+    """Runs the parts that were asked for, one after the other."""
     about = machine()
-    with Stack(model, "bench", *settings) as stack:
-        rounds = asyncio.run(run(stack, options))
-    return report(rounds, options, {"model": model.name, **about})
+    with tempfile.TemporaryDirectory(prefix="mlxq-bench-") as folder:
+        model = _model(options, Path(folder))
+        tables: list[RenderableType] = []
+        parts: dict[str, Any] = {}
+        for name in options.part or PARTS:
+            print(f"part {name}", file=sys.stderr, flush=True)
+            report = PARTS[name](model, options)
+            tables.append(report.table)
+            parts[name] = report.data
+    about["model"] = model.name
+    data = {"benchmark": "engine", "rounds": options.rounds, "parts": parts, "machine": about}
+    return Report(Group(*tables), data)
 
 
-async def run(stack: Stack, options: argparse.Namespace) -> list[Round]:
-    """Starts both sides, warms them up, and lets them take turns."""
-    raw = await RawSide.start(stack, batch=options.batch, prefill_step=PREFILL_STEP)
-    try:
-        stack.start_worker(WORKER)
-        await raw.loaded()
-        await stack.serving(WORKER)
-        async with Producer(stack.url, queue=stack.queue) as producer:
-            queue = QueueSide(stack, producer, WORKER)
-            warm = Workload(list(PROMPTS[: options.jobs]), WARM_TOKENS)
-            await raw.run(warm)
-            await queue.run(warm)
-            rounds = []
-            for number in range(1, options.rounds + 1):
-                rounds.append(await one_round(raw, queue, options))
-                print(f"round {number}: {summary(rounds[-1])}", file=sys.stderr, flush=True)
-            return rounds
-    finally:
-        await raw.close()
+def _model(options: argparse.Namespace, folder: Path) -> Path:
+    if options.random_1b:
+        return write_random_llama(folder / "random-llama-1b", Shape())
+    return demo_model() if options.model is None else options.model.resolve()
 
 
-async def one_round(raw: RawSide, queue: QueueSide, options: argparse.Namespace) -> Round:
-    workload = Workload(list(PROMPTS[: options.jobs]), options.tokens)
-    raw_run, queue_idle = await watched(raw.run(workload), idle=queue.pid)
-    queue_run, raw_idle = await watched(queue.run(workload), idle=raw.pid)
-    one = Round(Turn(raw_run, raw_idle), Turn(queue_run, queue_idle))
-    for prompt in PROMPTS[: options.low_load_jobs]:
-        alone = Workload([prompt], LOW_LOAD_TOKENS)
-        one.raw.low_load_ttft_ms.append((await raw.run(alone)).ttft_ms(50))
-        one.queue.low_load_ttft_ms.append((await queue.run(alone)).ttft_ms(50))
-    return one
+def _makers(model: Path) -> Makers:
+    return {"raw": partial(RawSide, model), "own": partial(OwnSide, model)}
 
 
-async def watched(running: Awaitable[Run], *, idle: int) -> tuple[Run, float]:
-    """A run, and how many cores the process with the pid `idle` used meanwhile."""
-    before_s, started_s = cpu_s(idle), time.perf_counter()
-    result = await running
-    return result, (cpu_s(idle) - before_s) / (time.perf_counter() - started_s)
-
-
-def summary(one: Round) -> str:
-    return (
-        f"raw {one.raw.run.tokens_per_s:.1f} tok/s, through Redis "
-        f"{one.queue.run.tokens_per_s:.1f} tok/s, ratio {one.ratio:.3f}; "
-        f"first token {one.added_ttft_ms:+.1f} ms at low load"
+def _steps(model: Path, options: argparse.Namespace) -> Report:
+    plan = steps.Plan(
+        batches=options.batches,
+        rounds=options.rounds,
+        steps=options.steps,
+        prompt=options.prompt,
+        vocab=vocab_of(model),
     )
+    found = steps.data(steps.run(_makers(model), plan))
+    return Report(steps.table(found), {"prompt": options.prompt, **found})
 
 
-def report(rounds: list[Round], options: argparse.Namespace, about: dict[str, Any]) -> Report:
-    metrics = {name: compare(rounds, value) for name, (_, value) in METRICS.items()}
-    added = Spread.of([one.added_ttft_ms for one in rounds])
-    met = {
-        "tokens_per_s": metrics["tokens_per_s"]["ratio"].median >= LEAST_RATIO,
-        "added_ttft_p50_ms": added.median < MOST_ADDED_TTFT_MS,
-    }
-    data = {
-        "benchmark": "engine",
-        **{name: getattr(options, name) for name in ("jobs", "tokens", "batch", "low_load_jobs")},
-        "rounds": len(rounds),
-        **metrics,
-        "added_ttft_p50_ms": added,
-        "idle_cpu": {
-            "raw": Spread.of([one.raw.idle_cpu for one in rounds]),
-            "queue": Spread.of([one.queue.idle_cpu for one in rounds]),
-        },
-        "same_outputs": [one.same_outputs for one in rounds],
-        "targets_met": met,
-        "machine": about,
-    }
-    return Report(table(data), data)
-
-
-def compare(rounds: list[Round], value: Callable[[Turn], float]) -> dict[str, Spread]:
-    """One metric on both sides, and their ratio, queue to raw, taken within each round."""
-    raw = [value(one.raw) for one in rounds]
-    queue = [value(one.queue) for one in rounds]
-    ratios = [over / under for over, under in zip(queue, raw, strict=True)]
-    return {"raw": Spread.of(raw), "queue": Spread.of(queue), "ratio": Spread.of(ratios)}
-
-
-def table(data: dict[str, Any]) -> Table:
-    shown = Table(
-        title=f"{data['machine']['model']}: {data['jobs']} jobs of {data['tokens']} tokens, "
-        f"batch {data['batch']}\nmedian (smallest..largest) of {data['rounds']} rounds",
-        caption=verdict(data["targets_met"]),
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+def _joins(model: Path, options: argparse.Namespace) -> Report:
+    plan = joins.Plan(
+        running=options.running,
+        joiners=options.joiners,
+        long=options.long,
+        burst=options.burst,
+        rounds=options.rounds,
+        vocab=vocab_of(model),
     )
-    shown.add_column("", no_wrap=True)
-    for heading in ("raw", "through Redis", "ratio"):
-        shown.add_column(heading, justify="right")
-    for name, (label, _) in METRICS.items():
-        shown.add_row(label, *map(str, data[name].values()))
-    shown.add_row("alone: added p50 ms", "", str(data["added_ttft_p50_ms"]), "")
-    shown.add_row("cores while paused", *map(str, data["idle_cpu"].values()), "")
-    return shown
+    found = joins.data(joins.run(_makers(model), plan))
+    asked = {name: getattr(plan, name) for name in ("running", "joiners", "long", "burst")}
+    return Report(joins.table(found), {**asked, **found})
 
 
-def verdict(met: dict[str, bool]) -> str:
-    words = {name: "met" if yes else "missed" for name, yes in met.items()}
-    return (
-        f"tokens per second at a ratio of {LEAST_RATIO} or more: {words['tokens_per_s']}\n"
-        f"less than {MOST_ADDED_TTFT_MS:.0f} ms added: {words['added_ttft_p50_ms']}"
-    )
+PARTS: dict[str, Callable[[Path, argparse.Namespace], Report]] = {
+    "redis": through_redis.measure,
+    "steps": _steps,
+    "joins": _joins,
+    "prefix": prefix.measure,
+}

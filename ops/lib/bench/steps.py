@@ -1,0 +1,126 @@
+"""How long a decode step takes: mlx-lm's BatchGenerator against the worker's batch.
+
+Both hold the same random prompts and take turns: batch by batch, mix by mix, round by round. A mix
+says how the rows choose their ids. The ratio of two neighbours' median step times is what counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from rich import box
+from rich.table import Table
+
+from mlxq.worker.engine.request import SamplingParams
+from ops.lib.bench.batches import GREEDY, Ask, Makers, Side, Timeline, prompts
+from ops.lib.bench.measure import Spread
+
+WARM_STEPS = 5
+
+TEMPERATURES = (0.6, 0.8, 1.0, 1.2)
+TOP_PS = (0.8, 0.9, 0.95)
+
+
+def mixes(rows: int) -> dict[str, list[SamplingParams]]:
+    """Per mix the parameters of every row."""
+    warmth = list(islice(cycle(TEMPERATURES), rows))
+    nucleus = list(islice(cycle(TOP_PS), rows))
+    return {
+        "greedy": [GREEDY] * rows,
+        "seeded": [SamplingParams(temperature=t, seed=row) for row, t in enumerate(warmth)],
+        "top_p": [
+            SamplingParams(temperature=t, top_p=p, seed=row)
+            for row, (t, p) in enumerate(zip(warmth, nucleus, strict=True))
+        ],
+        "penalties": [
+            SamplingParams(
+                temperature=t,
+                top_p=p,
+                seed=row,
+                repetition_penalty=1.1,
+                presence_penalty=0.2,
+                frequency_penalty=0.2,
+            )
+            for row, (t, p) in enumerate(zip(warmth, nucleus, strict=True))
+        ],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """batches: numbers of rows. steps: timed ones. prompt: ids per row."""
+
+    batches: list[int]
+    rounds: int
+    steps: int
+    prompt: int
+    vocab: int
+
+
+Times = dict[tuple[int, str, str], list[float]]
+"""Median step times in ms, one per round, by batch, mix and side."""
+
+
+def run(makers: Makers, plan: Plan) -> Times:
+    times: Times = {}
+    for rows in plan.batches:
+        sides = {name: make(rows) for name, make in makers.items()}
+        for number in range(plan.rounds):
+            for mix, params in mixes(rows).items():
+                turn = list(sides) if number % 2 == 0 else list(reversed(sides))
+                for name in turn:
+                    taken_ms = step_ms(sides[name], params, plan, seed=number)
+                    times.setdefault((rows, mix, name), []).append(taken_ms)
+    return times
+
+
+def step_ms(side: Side, params: list[SamplingParams], plan: Plan, seed: int) -> float:
+    """The median time of a step in which every row gets an id."""
+    rows = range(len(params))
+    tokens = plan.steps + WARM_STEPS + 100
+    asked = prompts(len(params), [plan.prompt], plan.vocab, seed)
+    side.admit([Ask(ids, tokens, each) for ids, each in zip(asked, params, strict=True)])
+    Timeline().run_until(side, rows, WARM_STEPS)
+    taken_ms = []
+    for _ in range(plan.steps):
+        before_s = time.perf_counter()
+        side.step()
+        taken_ms.append(1e3 * (time.perf_counter() - before_s))
+    side.clear()
+    return statistics.median(taken_ms)
+
+
+def ratio(over: list[float], under: list[float]) -> Spread:
+    return Spread.of([a / b for a, b in zip(over, under, strict=True)])
+
+
+def data(times: Times) -> dict[str, dict[str, Spread]]:
+    """By batch and mix: both sides' times, raw to ours, and ours to our greedy as a speed."""
+    found = {}
+    for rows, mix in dict.fromkeys((rows, mix) for rows, mix, _ in times):
+        raw, own = times[rows, mix, "raw"], times[rows, mix, "own"]
+        found[f"b{rows}.{mix}"] = {
+            "raw_ms": Spread.of(raw),
+            "own_ms": Spread.of(own),
+            "raw/own": ratio(raw, own),
+            "own_greedy/own": ratio(times[rows, "greedy", "own"], own),
+        }
+    return found
+
+
+def table(found: dict[str, dict[str, Spread]]) -> Table:
+    shown = Table(
+        title="a decode step: median (smallest..largest) of the rounds' medians",
+        caption="raw/own: how many times faster than BatchGenerator with the same mix",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    shown.add_column("batch and mix", no_wrap=True)
+    for heading in ("raw ms", "own ms", "raw/own", "own greedy/own"):
+        shown.add_column(heading, justify="right")
+    for name, spreads in found.items():
+        shown.add_row(name, *map(str, spreads.values()))
+    return shown
