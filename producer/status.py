@@ -56,13 +56,14 @@ class Status(Struct, frozen=True):
 
 
 async def read_status(client: Redis, keys: Keys) -> Status:
-    """Reads the state of one shard. It scans the database for the workers' hashes."""
+    """Reads the state of one shard."""
     seconds, microseconds = await client.time()
     now_ms = seconds * 1_000 + microseconds // 1_000
-    prefix = keys.worker("")
+    owners: Any = await client.zrange(keys.workers, 0, -1)
     workers = [
-        _worker(key.decode("utf-8", "replace").removeprefix(prefix), await client.hgetall(key))
-        async for key in client.scan_iter(match=f"{prefix}*", count=1_000)
+        _worker(owner, fields)
+        for owner in (name.decode("utf-8", "replace") for name in owners)
+        if (fields := await client.hgetall(keys.worker(owner)))
     ]
     lanes = [await _read_lane(client, keys.lane(lane)) for lane in LANES]
     oldest_ms = min((since for _, _, since in lanes if since), default=now_ms)
@@ -107,9 +108,9 @@ async def _read_lane(client: Redis, lane: str) -> tuple[int, int, int]:
     return length, max(0, length - pending), since
 
 
-def _worker(name: str, fields: dict[Any, Any]) -> WorkerStatus:
+def _worker(owner: str, fields: dict[Any, Any]) -> WorkerStatus:
     """Tolerant: what is not of the expected kind counts as not written."""
-    values: dict[str, object] = {"name": name}
+    values: dict[str, object] = {"name": owner}
     for field in msgspec.structs.fields(WorkerStatus):
         written = fields.get(field.name.encode())
         if written is None:

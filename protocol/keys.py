@@ -47,6 +47,7 @@ class Keys:
         self.bell = f"{self.tag}:bell"
         self.dead = f"{self.tag}:dead"
         self.meta = f"{self.tag}:meta"
+        self.workers = f"{self.tag}:workers"
         # A channel that no job can have: it keeps a subscription open.
         self.keepalive = f"{self.tag}:live:."
 
@@ -65,5 +66,5 @@ class Keys:
     def abort(self, job_id: str) -> str:
         return f"{self.tag}:abort:{job_id}"
 
-    def worker(self, name: str) -> str:
-        return f"{self.tag}:worker:{name}"
+    def worker(self, owner: str) -> str:
+        return f"{self.tag}:worker:{owner}"

@@ -21,7 +21,11 @@ TTL_S = 10
 
 
 class Presence:
-    """Writes `worker:OWNER` every PRESENCE_INTERVAL_S. Loop thread only."""
+    """Writes `worker:OWNER`, and the owner into `workers`, every PRESENCE_INTERVAL_S.
+
+    `workers` is a sorted set; the score is when the owner was last seen, in ms of the server's
+    clock. Who reads it needs no scan of the database. Loop thread only.
+    """
 
     def __init__(
         self,
@@ -60,24 +64,31 @@ class Presence:
             await asyncio.sleep(PRESENCE_INTERVAL_S)
 
     async def leave(self) -> None:
-        """Removes the hash; unanswered is no matter, it expires by itself."""
+        """Removes what `_write` wrote; unanswered is no matter, it expires by itself."""
+        pipeline = self._link.client.pipeline(transaction=True)
+        pipeline.delete(self._key)
+        pipeline.zrem(self._keys.workers, self._config.owner)
         try:
-            await self._link.client.delete(self._key)
+            await pipeline.execute()
         except UNANSWERED:
             pass
 
     async def _write(self) -> None:
         seconds, microseconds = await self._link.client.time()
+        seen_ms = seconds * 1000 + microseconds // 1000
         fields = {
             **self._fixed,
             "running": self._slots.occupied,
             "tokens_per_s": f"{self._tokens.per_s(self._metrics.tokens):.1f}",
             "jobs_per_s": f"{self._jobs.per_s(self._metrics.jobs):.3f}",
-            "seen_ms": seconds * 1000 + microseconds // 1000,
+            "seen_ms": seen_ms,
         }
         pipeline = self._link.client.pipeline(transaction=True)
         pipeline.hset(self._key, mapping=fields)
         pipeline.expire(self._key, TTL_S)
+        pipeline.zadd(self._keys.workers, {self._config.owner: seen_ms})
+        pipeline.zremrangebyscore(self._keys.workers, "-inf", seen_ms - TTL_S * 1000)
+        pipeline.expire(self._keys.workers, TTL_S)
         await pipeline.execute()
         self._metrics.waiting[self._keys.queue] = await self._count_waiting()
 

@@ -114,6 +114,7 @@ async def keys_left(house: House) -> set[str]:
     """Keys beyond those of the queue itself. Killed workers' presence goes by itself, in 10 s."""
     prefix = f"{house.keys.tag}:"
     found = [key.decode() async for key in house.client.scan_iter(f"{prefix}*")]
-    presence = [key for key in found if key.startswith(house.keys.worker(""))]
+    names = (house.keys.worker(""), house.keys.workers)
+    presence = [key for key in found if key.startswith(names)]
     assert -1 not in [await house.client.pttl(key) for key in presence]
     return {key.removeprefix(prefix) for key in found if key not in presence} - LASTING

@@ -241,6 +241,7 @@ async def test_status(shell: Shell, producer: Producer, client: Redis, keys: Key
     full |= {"tokens_per_s": "41.25", "version": "0.1.0", "host": "attic", "pid": 77}
     await client.hset(keys.worker("mac1"), mapping={**full, "seen_ms": (seconds - 5) * 1000})
     await client.hset(keys.worker("mac2"), mapping={"slots": "many", "mood": "fine"})
+    await client.zadd(keys.workers, {"mac1": 1, "mac2": 2, "expired": 0})
     code, out, err = await shell.run("status")
     assert (code, err) == (0, "")
     head, waiting, columns, first, second = (line.rstrip() for line in out.splitlines())

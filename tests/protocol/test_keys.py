@@ -20,6 +20,7 @@ def test_names() -> None:
     assert keys.live("a") == "{mlxq:prod.0}:live:a"
     assert keys.abort("a") == "{mlxq:prod.0}:abort:a"
     assert keys.worker("mac1") == "{mlxq:prod.0}:worker:mac1"
+    assert keys.workers == "{mlxq:prod.0}:workers"
 
 
 @pytest.mark.parametrize("name", ["", "a" * 65, "a b", "a:b", "a}", "é", "a\n"])

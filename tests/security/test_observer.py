@@ -88,6 +88,8 @@ async def test_reads_no_prompt_and_no_output(
         ("DUMP", keys.job("a")),
         ("XLEN", other.lane("normal")),
         ("HGETALL", other.worker("w")),
+        ("ZRANGE", other.workers, 0, -1),
+        ("SCAN", 0),
         ("KEYS", "*"),
         ("CONFIG", "GET", "requirepass"),
     ]

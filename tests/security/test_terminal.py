@@ -65,6 +65,7 @@ async def test_names_in_the_tables(server: Server, queue: str, client: Redis, ke
     told = {"model": f"[/red]{ORDER}", "host": ORDER, "version": "[bold]", "slots": "many"}
     for field, value in told.items():
         await client.hset(keys.worker(f"mac.{ORDER}"), field, value)
+    await client.zadd(keys.workers, {f"mac.{ORDER}": 1})
     await client.xadd(keys.dead, {"id": "[/b]", "owner": ORDER, "crashes": "x", "reason": ORDER})
     for command in (["status"], ["dead", "list"]):
         words = [*command, "--queue", queue, "--redis", server.url]

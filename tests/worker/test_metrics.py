@@ -50,6 +50,8 @@ async def test_metrics_and_presence_follow_the_jobs(
         [key] = [key async for key in submitter.client.scan_iter(f"{submitter.keys.tag}:worker:*")]
         presence: Any = await submitter.client.hgetall(key)
         assert (presence[b"name"], presence[b"running"]) == (b"mac1", b"2")
+        scores = await submitter.client.zrange(submitter.keys.workers, 0, -1, withscores=True)
+        assert scores == [(presence[b"owner"], int(presence[b"seen_ms"]))]
         batch.allow(1000)
         for job in ("a", "b", "c"):
             await submitter.terminal(job)
@@ -65,4 +67,17 @@ async def test_metrics_and_presence_follow_the_jobs(
     assert found["mlxq:job_queue_time_seconds_count"] >= 2
     assert found["mlxq:inter_token_latency_seconds_count"] > 0
     assert found["mlxq:publish_batch_events_sum"] > 0
-    assert not [k async for k in submitter.client.scan_iter(f"{submitter.keys.tag}:worker:*")]
+    assert not [k async for k in submitter.client.scan_iter(f"{submitter.keys.tag}:worker*")]
+
+
+async def test_presence_of_a_dead_worker_goes(
+    server: Server, queue: str, submitter: Submitter, fake: Callable[..., FakeBatch]
+) -> None:
+    """Of one that could not say goodbye: the next that writes drops its name."""
+    workers = submitter.keys.workers
+    await submitter.client.zadd(workers, {"dead.1": 1_000})
+    async with running(fake, redis_url=server.url, queue=queue, name="mac1"):
+        while b"dead.1" in (found := await submitter.client.zrange(workers, 0, -1)):
+            await asyncio.sleep(0.02)
+        assert len(found) == 1
+        assert 0 < await submitter.client.ttl(workers) <= 10

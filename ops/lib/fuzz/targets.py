@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -168,12 +168,11 @@ class Client:
     async def xlen(self, key: str) -> int:
         return self._draw.below(256)
 
-    async def hgetall(self, key: bytes) -> dict[bytes, bytes]:
+    async def hgetall(self, key: str) -> dict[bytes, bytes]:
         return self._draw.fields(WorkerStatus.__struct_fields__)
 
-    async def scan_iter(self, **options: Any) -> AsyncIterator[bytes]:
-        for _ in range(self._draw.below(4)):
-            yield KEYS.worker("").encode() + self._draw.text()
+    async def zrange(self, *words: Any) -> list[bytes]:
+        return [self._draw.text() for _ in range(self._draw.below(4))]
 
     async def xinfo_groups(self, key: str) -> list[dict[str, Any]]:
         name = b"workers" if self._draw.below(2) else self._draw.text()

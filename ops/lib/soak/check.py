@@ -290,7 +290,7 @@ async def pass_time(world: World) -> None:
 async def _passing(world: World) -> list[str]:
     """All keys but those that stand, and what the workers say of themselves."""
     standing = _standing(world)
-    presence = tuple(keys.worker("") for keys in world.shards)
+    presence = tuple(name for keys in world.shards for name in (keys.worker(""), keys.workers))
     return [
         name
         for name in await all_keys(world)
