@@ -49,7 +49,7 @@ def test_missing_ids_are_no_result() -> None:
 
 
 def test_prompts_are_distinct() -> None:
-    assert len(set(PROMPTS)) == MOST_JOBS == 32
+    assert len(set(PROMPTS)) == MOST_JOBS == 128
 
 
 def test_cpu_time_counts_work() -> None:
