@@ -107,21 +107,46 @@ def install(extra: str) -> None:
             check(
                 [sys.executable, "-m", "venv", str(VENV)], "on Debian: apt-get install python3-venv"
             )
-        say(f"installing mlxq[{extra}] into it (several hundred MB the first time)")
-        command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--editable"]
-        check([*command, f"{ROOT}[{extra}]"], "is the package index reachable?")
+        say(f"installing mlxq[{extra}] into it (about 1.2 GB the first time, some minutes)")
+        command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
+        command += ["--progress-bar", "off", "--editable", f"{ROOT}[{extra}]"]
+        check(command, "is the package index reachable?")
         (VENV / f"mlxq-{extra}.stamp").write_text(stamp(), encoding="utf-8")
         say(f"installed in {time.monotonic() - started:.0f} s")
 
 
 def check(command: list[str], hint: str) -> None:
-    """Runs `command`, its output on our stderr; leaves with `hint` if it fails."""
-    try:
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
-    except KeyboardInterrupt:
-        leave("stopped; the next call begins again where it must")
-    if status != 0:
+    """Runs `command`; leaves with what it printed and `hint` if it fails.
+
+    On a terminal, the last line it printed is shown meanwhile.
+    """
+    lines = []
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                lines.append(line)
+                show(line.strip())
+        except KeyboardInterrupt:
+            show("")
+            leave("stopped; the next call begins again where it must")
+    show("")
+    if process.returncode != 0:
+        print("".join(lines), end="", file=sys.stderr)
         leave(f"`{' '.join(command)}` failed ({hint})")
+
+
+def show(line: str) -> None:
+    """Puts `line` in place of the one shown before, on a terminal; an empty one takes it away."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{line[:width]}", end="", file=sys.stderr, flush=True)
 
 
 def runs(python: str, code: str) -> bool:

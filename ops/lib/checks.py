@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from ops.lib import arguments
 from ops.lib.bootstrap import ROOT
 from ops.lib.stack import guarded
 
@@ -102,7 +103,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def main() -> int:
-    return guarded(lambda: check(stages(sys.argv[1:])))
+    return guarded(lambda: check(stages(arguments.test())))
 
 
 def check(all_stages: Sequence[Stage]) -> int:

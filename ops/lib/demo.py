@@ -6,7 +6,6 @@ those of the killed worker were finished by the other, and each stream equals th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from mlxq.producer import Done, Failed, JobHandle, Producer, Requeued, Resumed, Started, Token
+from ops.lib import arguments
 from ops.lib.demo_view import Board, LiveView, Pane, PlainView, View, summary
 from ops.lib.model import demo_model
 from ops.lib.stack import Stack, guarded
@@ -35,7 +35,7 @@ QUESTIONS = (
 )
 ABORTED = 3  # index of the job that is aborted
 ABORT_AT_TOKENS = 16
-KILL_AT_TOKENS = 24  # of the first job whose worker is killed
+KILL_AT_TOKENS = arguments.LEAST_TOKENS // 2  # of the first job whose worker is killed
 
 
 class Demo:
@@ -164,13 +164,8 @@ async def play(stack: Stack, view: View, board: Board, max_tokens: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="ops/demo", description=__doc__)
-    parser.add_argument("--plain", action="store_true", help="print lines: for logs and CI")
-    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="per job")
-    arguments = parser.parse_args()
-    if arguments.max_tokens < 2 * KILL_AT_TOKENS:
-        parser.error(f"--max-tokens must be at least {2 * KILL_AT_TOKENS}: a kill in mid-stream")
-    return guarded(lambda: show(arguments.plain, arguments.max_tokens))
+    given = arguments.demo()
+    return guarded(lambda: show(given.plain, given.max_tokens))
 
 
 def show(plain: bool, max_tokens: int) -> int:

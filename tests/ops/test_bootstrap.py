@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +82,55 @@ def test_old_python_says_so_in_one_line() -> None:
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith("demo: Python 3.11 or newer is needed; this is 3.9")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("demo --help", 0, "usage: ops/demo [-h] [--plain] [--max-tokens N]"),
+        ("demo --max-tokens 3", 2, "ops/demo: error: --max-tokens must be at least 48"),
+        ("test --help", 0, "usage: ops/test [-h] [PYTEST ARGUMENT ...]"),
+        ("model --help", 0, "usage: ops/model [-h]"),
+        ("model bogus", 2, "ops/model: error: unrecognized arguments: bogus"),
+    ],
+)
+def test_help_and_bad_arguments_install_nothing(
+    tmp_path: Path, words: str, status: int, told: str
+) -> None:
+    """In a checkout that has nothing but what such an answer needs."""
+    name, *arguments = words.split()
+    for file in (name, "__init__.py", "lib/__init__.py", "lib/arguments.py", "lib/bootstrap.py"):
+        copied = tmp_path / "ops" / file
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(__file__).parents[2] / "ops" / file, copied)
+    command = [sys.executable, "-I", str(tmp_path / "ops" / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == status
+    assert told in (done.stderr if status else done.stdout)
+    assert [path.name for path in tmp_path.iterdir()] == ["ops"]
+
+
+PRINTS = "print('Collecting a'); print('Collecting b')"
+
+
+def test_pip_is_quiet_unless_it_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    bootstrap.check([sys.executable, "-c", PRINTS], "hint")
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(SystemExit) as left:
+        bootstrap.check([sys.executable, "-c", f"{PRINTS}; raise SystemExit(1)"], "hint")
+    assert left.value.code == 2
+    out, err = capfd.readouterr()
+    assert (out, err.splitlines()[:2]) == ("", ["Collecting a", "Collecting b"])
+    assert err.endswith("failed (hint)\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_one_line_of_it_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "12")
+    bootstrap.check([sys.executable, "-c", PRINTS], "hint")
+    assert terminal.getvalue() == "\r\x1b[KCollecting \r\x1b[KCollecting \r\x1b[K"
