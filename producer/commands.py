@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
 from rich.live import Live
 
+from mlxq import __version__
 from mlxq.producer import dead_commands
-from mlxq.producer.job import JobHandle
+from mlxq.producer.job_view import abort_interrupted, name_job, show, tell
 from mlxq.producer.options import (
     DEFAULT_URL,
     AsJson,
@@ -24,69 +26,116 @@ from mlxq.producer.options import (
     RedisUrl,
     Shards,
     console,
-    harmless,
+    naming_flags,
     open_producer,
     run,
+    submitted_where,
 )
 from mlxq.producer.stream import START
-from mlxq.protocol.errors import JobFailed, MlxqError, TranscriptExpired
-from mlxq.protocol.events import Done, EventId, Failed, Token, encode_event
+from mlxq.protocol.errors import BadRequest
+from mlxq.protocol.events import EventId
 from mlxq.protocol.keys import Lane
 
 WATCH_S = 1.0
 
 app = typer.Typer(
     name="mlxq",
-    help="Text generation jobs on a Redis queue.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mlxq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def mlxq(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Text generation jobs on a Redis queue."""
+
+
 @app.command()
 def submit(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the user says; - is stdin.")],
+    system: Annotated[str | None, typer.Option(help="System message in front of it.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: go on from TEXT.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus: sample from this share alone.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="STRING", help="Ends the output; repeatable.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template: go on from TEXT.")] = False,
     priority: Annotated[Lane, typer.Option(help="Lane of the queue.")] = "normal",
     deadline_s: Annotated[float | None, typer.Option(help="Fail after so many seconds.")] = None,
     job_id: Annotated[str | None, typer.Option(help="Id; random if not given.")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Print the id, do not wait.")] = False,
     as_json: AsJson = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the id on stderr, also to a file or pipe.")
+    ] = False,
     url: RedisUrl = DEFAULT_URL,
     queue: Queue = "default",
     shards: Shards = 1,
 ) -> None:
-    """Submit TEXT and print the answer as it comes. Ctrl-C aborts the job."""
+    """Submit TEXT and print the answer as it comes. Ctrl-C aborts the job.
+
+    On a terminal the job's id comes first, on stderr: follow and abort take it.
+    """
     if text == "-":
         text = sys.stdin.read()
-    prompt: dict[str, Any]
-    prompt = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
 
     async def action() -> int:
         async with open_producer(url, queue, shards) as producer:
-            job = await producer.submit(
-                **prompt,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                priority=priority,
-                deadline_s=deadline_s,
-                job_id=job_id,
-            )
+            with naming_flags():
+                job = await producer.submit(
+                    **_prompt(text, system, raw),
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    stop=stop or (),
+                    seed=seed,
+                    priority=priority,
+                    deadline_s=deadline_s,
+                    job_id=job_id,
+                )
             if detach:
                 print(job.id)
                 return 0
+            if verbose or sys.stderr.isatty():
+                name_job(job)
             try:
-                return await _show(job, START, as_json)
-            except (asyncio.CancelledError, BrokenPipeError):
+                return await show(producer, job, START, as_json)
+            except asyncio.CancelledError:
+                await abort_interrupted(job)
+                raise
+            except BrokenPipeError:
                 await job.abort()
                 raise
 
     run(action)
+
+
+def _prompt(text: str, system: str | None, raw: bool) -> dict[str, Any]:
+    """TEXT as the arguments that `Producer.submit` takes."""
+    if raw:
+        if system is not None:
+            raise BadRequest("--system is a part of the chat template: leave it out, or --raw")
+        return {"prompt": text}
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return {"messages": messages}
 
 
 @app.command()
@@ -103,7 +152,7 @@ def follow(
     async def action() -> int:
         async with open_producer(url, queue, shards) as producer:
             await producer.ping()
-            return await _show(producer.attach(job_id), EventId.parse(after), as_json)
+            return await show(producer, producer.attach(job_id), EventId.parse(after), as_json)
 
     run(action)
 
@@ -116,7 +165,10 @@ def abort(
 
     async def action() -> int:
         async with open_producer(url, queue, shards) as producer:
-            print(await producer.attach(job_id).abort())
+            outcome = await producer.attach(job_id).abort()
+        print(outcome)
+        if outcome == "unknown":
+            tell(f"no job {job_id} is known {submitted_where(queue, shards)}")
         return 0
 
     run(action)
@@ -149,58 +201,35 @@ def status(
     run(action)
 
 
-async def _show(job: JobHandle, after: EventId, as_json: bool) -> int:
-    """Prints the job's output; the exit code. Raises what reading it raises."""
-    text = ""
-    shown = False
-    write = harmless if sys.stdout.isatty() else str
-    try:
-        async for event in job.events(after):
-            shown = True
-            if as_json:
-                print(encode_event(event).decode(), flush=True)
-            elif isinstance(event, Token) and event.channel is None:
-                text = event.text or text
-                print(write(event.text), end="", flush=True)
-            if isinstance(event, Failed):
-                raise JobFailed(event.code, event.message, event.retryable)
-            if isinstance(event, Done) and event.finish_reason == "aborted":
-                raise MlxqError("the job was aborted")
-    except TranscriptExpired:
-        if shown or after != START:
-            raise
-        result = await job.result()
-        text = msgspec.json.encode(result).decode() if as_json else result.text
-        print(write(text), end="")
-    finally:
-        if text and not text.endswith("\n"):
-            print(flush=True)
-    return 0
-
-
 def _register(entry: EntryPoint) -> None:
-    """Adds a command of another part. It is imported only when it is used."""
+    """Adds a command of another part. Loading it must be quick: its own imports come late."""
 
-    def forward(context: typer.Context) -> None:
+    def lacks(error: ImportError) -> NoReturn:
+        extra = ",".join(entry.extras) or entry.name
+        tell(f'{entry.name}: {error}; it needs: pip install "mlxq[{extra}]"')
+        raise typer.Exit(2) from None
+
+    settings = {}
+    try:
+        command = entry.load()
+    except ImportError as error:
+        missing = error
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+        def command() -> None:
+            """Not installed."""
+            lacks(missing)
+
+    @wraps(command)
+    def call(*arguments: Any, **options: Any) -> None:
         try:
-            command = entry.load()
-        except ImportError as error:
-            extra = ",".join(entry.extras) or entry.name
-            print(
-                f'mlxq {entry.name}: {error}; it needs: pip install "mlxq[{extra}]"',
-                file=sys.stderr,
-            )
-            raise typer.Exit(2) from None
-        inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        inner.command()(command)
-        inner(args=context.args, prog_name=f"mlxq {entry.name}")
+            command(*arguments, **options)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("mlxq"):
+                raise
+            lacks(error)
 
-    app.command(
-        entry.name,
-        help=f"See: mlxq {entry.name} --help",
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(forward)
+    app.command(entry.name, context_settings=settings)(call)
 
 
 app.add_typer(dead_commands.app, name="dead")

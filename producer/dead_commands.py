@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.table import Table
 
+from mlxq.producer.dead import DeadJob
 from mlxq.producer.options import (
     DEFAULT_URL,
     JobId,
@@ -16,6 +19,7 @@ from mlxq.producer.options import (
     RedisUrl,
     Shards,
     console,
+    harmless,
     open_producer,
     run,
 )
@@ -40,7 +44,7 @@ def list_dead(
             jobs = await producer.dead.all()
         if as_json:
             for job in jobs:
-                print(msgspec.json.encode(job).decode())
+                print(msgspec.json.encode(_readable(job)).decode())
             return 0
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("job", "died (UTC)", "crashes", "last worker", "reason"):
@@ -64,10 +68,19 @@ def show(
     async def action() -> int:
         async with open_producer(url, queue, shards) as producer:
             job = await producer.dead.show(job_id)
-        print(msgspec.json.format(msgspec.json.encode(job)).decode())
+        text = msgspec.json.format(msgspec.json.encode(_readable(job))).decode()
+        print(harmless(text) if sys.stdout.isatty() else text)
         return 0
 
     run(action)
+
+
+def _readable(job: DeadJob) -> dict[str, Any]:
+    """With the spec as the object that its JSON is; a spec that is none stays a text."""
+    fields = msgspec.structs.asdict(job)
+    with suppress(msgspec.MsgspecError, RecursionError, UnicodeError):
+        fields["spec"] = msgspec.json.decode(job.spec)
+    return fields
 
 
 @app.command()

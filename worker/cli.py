@@ -14,7 +14,13 @@ from mlxq.worker.config import EXIT_BAD_CONFIG, BadConfig, Config, default_name
 def worker(
     model: Annotated[str, typer.Argument(help="Local model folder or hub name.")],
     redis: Annotated[
-        str, typer.Option(envvar="MLXQ_REDIS_URL", help="redis:// rediss:// or unix:// URL.")
+        str,
+        typer.Option(
+            envvar="MLXQ_REDIS_URL",
+            metavar="URL",
+            help="redis://HOST, rediss:// (TLS), unix://, redis+sentinel://HOST,HOST/MASTER or "
+            "redis+cluster://HOST,HOST.",
+        ),
     ] = "redis://localhost:6379",
     queue: Annotated[str, typer.Option(envvar="MLXQ_QUEUE", help="Queue to serve.")] = "default",
     shards: Annotated[
@@ -49,6 +55,12 @@ def worker(
         int,
         typer.Option(envvar="MLXQ_DEFAULT_MAX_TOKENS", help="For jobs that do not say max_tokens."),
     ] = 1024,
+    metrics_host: Annotated[
+        str,
+        typer.Option(
+            envvar="MLXQ_METRICS_HOST", help="Address for metrics; 0.0.0.0: all, no password."
+        ),
+    ] = "127.0.0.1",
     metrics_port: Annotated[
         int | None,
         typer.Option(envvar="MLXQ_METRICS_PORT", help="Serve Prometheus metrics on this port."),
@@ -74,6 +86,7 @@ def worker(
             stall_timeout_s=stall_timeout_s,
             prefill_step=prefill_step,
             default_max_tokens=default_max_tokens,
+            metrics_host=metrics_host,
             metrics_port=metrics_port,
         )
         if log_level not in ("debug", "info", "warning", "error"):

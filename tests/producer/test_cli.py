@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from typer.testing import CliRunner
 
+from mlxq import __version__
 from mlxq.producer import Producer
+from mlxq.producer.commands import app
 from mlxq.protocol.events import Token, encode_event
 from mlxq.protocol.jobs import Job, Message, decode_job
 from mlxq.protocol.keys import Keys
@@ -29,6 +32,7 @@ class Shell:
     """Runs `mlxq` with the server and the queue of the test in its environment."""
 
     def __init__(self, url: str, queue: str) -> None:
+        self.queue = queue
         self.environment = {**os.environ, "MLXQ_REDIS_URL": url, "MLXQ_QUEUE": queue}
 
     async def start(self, *arguments: str, program: str = MAIN) -> Process:
@@ -73,6 +77,46 @@ async def test_submit_streams_the_text(shell: Shell, worker: HandWorker) -> None
     assert await process.stdout.readexactly(3) == b"Hel"
     await hand.finish("lo")
     assert await end(process) == (0, "lo\n", "")
+
+
+async def test_submit_takes_a_system_message_and_stops(shell: Shell, worker: HandWorker) -> None:
+    flags = ["--system", "Be brief.", "--top-p", "0.5", "--stop", "a", "--stop", "b"]
+    assert (await shell.run("submit", "--detach", "Hi", *flags))[0] == 0
+    assert decode_job((await worker.take()).spec) == Job(
+        messages=[Message("system", "Be brief."), Message("user", "Hi")],
+        top_p=0.5,
+        stop=["a", "b"],
+    )
+
+
+async def test_submit_tells_the_id_when_asked(shell: Shell, worker: HandWorker) -> None:
+    process = await shell.start("submit", "Hi", "--verbose")
+    hand = await worker.take()
+    await hand.finish("x")
+    assert await end(process) == (0, "x\n", f"job {hand.id}\n")
+
+
+async def test_no_worker_is_told(shell: Shell, worker: HandWorker) -> None:
+    program = f"import mlxq.producer.job_view as v; v.PATIENCE_S = 0.1; {MAIN}"
+    process = await shell.start("submit", "Hi", program=program)
+    assert process.stderr is not None
+    line = f"mlxq: no worker serves queue {shell.queue}; waiting (Ctrl-C to stop)\n"
+    assert (await process.stderr.readline()).decode() == line
+    await (await worker.take()).finish("at last")
+    assert await end(process) == (0, "at last\n", "")
+
+
+async def test_a_busy_worker_is_no_worker_missing(
+    shell: Shell, worker: HandWorker, client: Redis, keys: Keys
+) -> None:
+    await client.zadd(keys.workers, {"mac1": 1})
+    await client.hset(keys.worker("mac1"), "slots", 1)
+    program = f"import mlxq.producer.job_view as v; v.PATIENCE_S = 0.1; {MAIN}"
+    process = await shell.start("submit", "Hi", program=program)
+    hand = await worker.take()
+    await asyncio.sleep(1)
+    await hand.finish("x")
+    assert await end(process) == (0, "x\n", "")
 
 
 async def test_submit_prints_events_as_json(shell: Shell, worker: HandWorker) -> None:
@@ -131,8 +175,7 @@ async def test_ctrl_c_aborts_the_job(shell: Shell, worker: HandWorker, producer:
     assert process.stdout is not None
     assert await process.stdout.readexactly(6) == b"so far"
     process.send_signal(signal.SIGINT)
-    code, _, err = await end(process)
-    assert (code, err) == (130, "")
+    assert await end(process) == (130, "\n", f"mlxq: job {hand.id}: aborted\n")
     result = await producer.attach(hand.id).result()
     assert (result.finish_reason, result.text) == ("aborted", "so far")
 
@@ -179,7 +222,13 @@ async def test_abort(shell: Shell, producer: Producer) -> None:
     job = await producer.submit(prompt="a")
     assert await shell.run("abort", job.id) == (0, "aborted\n", "")
     assert await shell.run("abort", job.id) == (0, "finished\n", "")
-    assert await shell.run("abort", "nobody") == (0, "unknown\n", "")
+    code, out, err = await shell.run("abort", "nobody")
+    where = f"in queue {shell.queue} with --shards 1; both must be as at its submit"
+    assert (code, out, err) == (0, "unknown\n", f"mlxq: no job nobody is known {where}\n")
+    for command in ("follow", "dead show"):
+        code, out, err = await shell.run(*command.split(), "nobody", "--shards", "4")
+        assert (code, out) == (1, "")
+        assert f"in queue {shell.queue} with --shards 4" in err
     code, _, err = await shell.run("follow", job.id)
     assert (code, err) == (1, "mlxq: the job was aborted\n")
 
@@ -200,6 +249,7 @@ async def test_a_failed_job(shell: Shell, worker: HandWorker) -> None:
         (2, ["submit", "Hi", "--max-tokens", "many"]),
         (2, ["submit", "Hi", "--max-tokens", "0"]),
         (2, ["submit", "Hi", "--temperature", "-1"]),
+        (2, ["submit", "Hi", "--system", "Be kind", "--raw"]),
         (2, ["submit", "Hi", "--priority", "urgent"]),
         (2, ["submit", "Hi", "--redis", "http://localhost"]),
         (2, ["submit", "Hi", "--queue", "a b"]),
@@ -217,8 +267,24 @@ async def test_what_is_refused(code: int, arguments: list[str], shell: Shell) ->
         assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["Hi", "--temperature", "-1"], "Expected `float` >= 0.0 - at --temperature"),
+        (["Hi", "--max-tokens", "0"], "Expected `int` >= 1 - at --max-tokens"),
+        (["Hi", "--top-p", "nan"], "--top-p is nan: a finite number is needed"),
+        (["Hi", "--stop", "a", "--stop", ""], "Expected `str` of length >= 1 - at --stop"),
+        (["Hi", "--deadline-s", "0"], "--deadline-s must be above 0 seconds, not 0.0"),
+        (["", "--raw"], "Expected `str` of length >= 1 - at TEXT"),
+    ],
+)
+def test_a_bad_value_is_named_by_its_flag(arguments: list[str], told: str) -> None:
+    ended = CliRunner().invoke(app, ["submit", *arguments])
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (2, "", f"mlxq: {told}\n")
+
+
 async def test_no_server_is_told_in_one_line_without_the_password(queue: str) -> None:
-    program = f"import mlxq.producer.commands as c; c.TIMEOUT_S = 0.2; {MAIN}"
+    program = f"import mlxq.producer.options as o; o.TIMEOUT_S = 0.2; {MAIN}"
     shell = Shell(f"redis://:hunter2@127.0.0.1:{free_port()}", queue)
     for arguments in (["submit", "Hi"], ["follow", "a"], ["abort", "a"], ["status"]):
         code, out, err = await shell.run(*arguments, program=program)
@@ -273,7 +339,7 @@ async def test_without_the_cli_extra(shell: Shell) -> None:
 
 
 async def test_commands_of_other_parts(shell: Shell, tmp_path: Path) -> None:
-    """Registered in `mlxq.commands`, imported only when used."""
+    """Registered in `mlxq.commands`; one that cannot be imported spoils no other."""
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
@@ -298,4 +364,19 @@ async def test_commands_of_other_parts(shell: Shell, tmp_path: Path) -> None:
     assert 'pip install "mlxq[extra]"' in err
     code, out, _ = await shell.run("--help", program=program)
     assert code == 0
-    assert "broken" in out
+    listed = [line.strip("│ \n").split(maxsplit=1) for line in out.splitlines()]
+    assert ["greet", "Say hello to NAME."] in listed
+    assert ["broken", "Not installed."] in listed
+    assert ["worker", "Serve a queue with MODEL until SIGTERM."] in listed
+
+
+async def test_a_command_that_lacks_what_it_imports_late(shell: Shell) -> None:
+    program = f"import sys; sys.modules['structlog'] = None; {MAIN}"
+    code, out, err = await shell.run("worker", "model", program=program)
+    assert (code, out) == (2, "")
+    assert err.endswith('it needs: pip install "mlxq[worker]"\n')
+    assert err.count("\n") == 1
+
+
+async def test_version(shell: Shell) -> None:
+    assert await shell.run("--version") == (0, f"mlxq {__version__}\n", "")

@@ -48,6 +48,9 @@ async def test_dead_letters_are_listed_shown_requeued_and_purged(
     assert code == 0 and "poison" in out and "victim2.1" in out
     code, out, _ = await shell.run("dead", "show", "poison")
     assert code == 0 and json.loads(out)["id"] == "poison"
+    assert json.loads(out)["spec"]["max_tokens"] == 9
+    code, out, _ = await shell.run("dead", "list", "--json")
+    assert [json.loads(line)["spec"]["prompt"] for line in out.splitlines()] == ["boom", "boom"]
     code, out, _ = await shell.run("dead", "requeue", "poison")
     again = out.strip()
     assert code == 0 and again.startswith("poison-r")
@@ -60,3 +63,9 @@ async def test_dead_letters_are_listed_shown_requeued_and_purged(
     assert code == 1 and "no dead letter" in err
     with pytest.raises(UnknownJob):
         await producer.dead.requeue("poison")
+
+
+async def test_a_damaged_spec_is_shown_as_it_is(client: Redis, keys: Keys, shell: Shell) -> None:
+    await client.xadd(keys.dead, {"id": "a", "spec": '{"prompt":'})
+    code, out, _ = await shell.run("dead", "show", "a")
+    assert code == 0 and json.loads(out)["spec"] == '{"prompt":'
