@@ -10,22 +10,28 @@ from pathlib import Path
 _SAMPLE_BYTES = 1024
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, adapter: Path | None = None) -> str:
     """16 hex digits, from the files alone; costs one small read per tensor.
 
     Covers config.json, the tokenizer's vocabulary files, and of every tensor its name, type, shape
     and 1 KiB from its middle: a fine-tune has the names and shapes of its base, but not its bytes.
     How the tensors are ordered and spread over files makes no difference. Not covered: weights
     that differ outside the samples only, the chat template, generation defaults.
+
+    adapter  folder of LoRA weights on top: another model
     """
     digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json", "tokenizer.model"):
-        path = folder / name
+    files = [folder / name for name in ("config.json", "tokenizer.json", "tokenizer.model")]
+    weights = list(folder.glob("model*.safetensors"))
+    if adapter is not None:
+        files.append(adapter / "adapter_config.json")
+        weights += adapter.glob("*.safetensors")
+    for path in files:
         content = path.read_bytes() if path.exists() else b""
-        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)
     tensors: dict[str, bytes] = {}
-    for path in folder.glob("model*.safetensors"):
+    for path in weights:
         tensors.update(_tensors(path))
     for name, sample in sorted(tensors.items()):
         digest.update(name.encode() + b"\n" + sample)
