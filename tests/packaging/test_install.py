@@ -47,6 +47,13 @@ def test_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
     assert names == expected
 
 
+def test_the_licence_goes_with_it(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        [info] = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        assert "License-Expression: Apache-2.0" in archive.read(f"{info}/METADATA").decode()
+        assert b"Apache License" in archive.read(f"{info}/licenses/LICENSE")
+
+
 def test_sdist_holds_what_a_checkout_needs(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -23,6 +23,7 @@ from mlxq.protocol.jobs import Job, Message, decode_job
 from mlxq.protocol.keys import Keys
 from mlxq.protocol.scripts import DONE
 from tests.producer.hand import HandWorker
+from tests.proxy import Proxy
 from tests.server import Server, free_port
 
 MAIN = "from mlxq.producer.cli import main; main()"
@@ -178,6 +179,25 @@ async def test_ctrl_c_aborts_the_job(shell: Shell, worker: HandWorker, producer:
     assert await end(process) == (130, "\n", f"mlxq: job {hand.id}: aborted\n")
     result = await producer.attach(hand.id).result()
     assert (result.finish_reason, result.text) == ("aborted", "so far")
+
+
+async def test_ctrl_c_without_a_server_says_how_to_abort(
+    proxy: Proxy, worker: HandWorker, queue: str
+) -> None:
+    program = f"import mlxq.producer.options as o; o.TIMEOUT_S = 2.0; {MAIN}"
+    process = await Shell(proxy.url, queue).start("submit", "Hi", program=program)
+    hand = await worker.take()
+    await hand.start()
+    await hand.say("x")
+    assert process.stdout is not None
+    assert await process.stdout.readexactly(1) == b"x"
+    proxy.down = True
+    proxy.cut()
+    process.send_signal(signal.SIGINT)
+    code, _, err = await end(process)
+    assert code == 130
+    assert err.startswith("mlxq: no answer from Redis")
+    assert err.endswith(f"; the job may go on: mlxq abort {hand.id}\n")
 
 
 async def test_ctrl_c_on_follow_leaves_the_job_running(
