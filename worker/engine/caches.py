@@ -33,7 +33,7 @@ def extend(batch: Cache, other: Cache) -> None:
 
 def keep(batch: Cache, rows: Sequence[int]) -> None:
     """Drops all rows of a batch but these, at least one."""
-    kept = mx.array(rows, mx.int32)
+    kept = mx.array(list(rows), mx.int32)
     for entry in batch:
         entry.filter(kept)
 

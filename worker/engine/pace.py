@@ -74,7 +74,7 @@ class Pace:
         return int((root - first_s) / slope)
 
     def _line(self) -> tuple[float, float]:
-        """Seconds per id: at an empty context, and more for each id of it. The first is positive."""
+        """Seconds per id at an empty context, above zero, and how many more for each id of it."""
         mean_context = fmean(chunk.context for chunk in self._chunks)
         mean_s = fmean(chunk.id_s for chunk in self._chunks)
         spread = sum((chunk.context - mean_context) ** 2 for chunk in self._chunks)
