@@ -7,7 +7,7 @@ object has `"id":"<attempt>-<seq>"` put in first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 from msgspec import Struct
@@ -46,11 +46,21 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 20
 
 
-class Usage(Struct, frozen=True):
-    """Token counts of a job over all its attempts."""
+def _written(make: Callable[[], T]) -> T:
+    """A default that is written out too: msgspec leaves out only what has no factory."""
+    default: T = msgspec.field(default_factory=lambda: make())
+    return default
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+
+class Usage(Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
+    """Token counts of a job over all its attempts.
+
+    cached_tokens   of the prompt, in the last attempt: those that the prefix cache had
+    """
+
+    prompt_tokens: int = _written(int)
+    completion_tokens: int = _written(int)
+    cached_tokens: int = 0
 
 
 class Timings(Struct, frozen=True):
@@ -60,10 +70,26 @@ class Timings(Struct, frozen=True):
     total_s: float = 0.0
 
 
-def _written(make: Callable[[], T]) -> T:
-    """A default that is written out too: msgspec leaves out only what has no factory."""
-    default: T = msgspec.field(default_factory=lambda: make())
-    return default
+class TopLogprob(Struct, frozen=True):
+    """One of the most probable tokens at a place of the output."""
+
+    token: str
+    id: TokenId
+    logprob: float
+
+
+class TokenLogprob(Struct, frozen=True, omit_defaults=True):
+    """Natural logarithm of the probability of one token of the output.
+
+    It is that of the model after penalties and logit_bias, before temperature and the cut-offs.
+
+    token           the token alone, as text: U+FFFD for a part of a character
+    top_logprobs    best first, as many as the job asked for
+    """
+
+    token: str
+    logprob: float
+    top_logprobs: list[TopLogprob] | None = None
 
 
 class _Event(Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
@@ -71,30 +97,41 @@ class _Event(Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=
 
 
 class Started(_Event, frozen=True, tag="started", kw_only=True):
-    """First event of a job: `worker` admitted it with the model of this fingerprint."""
+    """First event of a job: `worker` begins it with the model of this fingerprint.
+
+    cached_tokens   of the prompt: those that the prefix cache had
+    """
 
     attempt: int
     worker: str
     model: str
     prompt_tokens: int
+    cached_tokens: int = 0
 
 
 class Resumed(_Event, frozen=True, tag="resumed", kw_only=True):
-    """First event of a later attempt: generation goes on behind `tokens` stored tokens."""
+    """First event of a later attempt: generation goes on behind `tokens` stored tokens.
+
+    cached_tokens   of the prompt and these tokens: those that the prefix cache had
+    """
 
     attempt: int
     worker: str
     model: str
     tokens: int
+    cached_tokens: int = 0
 
 
 class Token(_Event, frozen=True, tag="token", kw_only=True):
-    """One or more new token ids and the text they released (may be empty)."""
+    """One or more new token ids and the text they released (may be empty).
+
+    logprobs    one for each id, if the job asked for them
+    """
 
     text: str
     ids: list[TokenId]
     channel: Channel | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Requeued(_Event, frozen=True, tag="requeued", kw_only=True):
@@ -133,14 +170,18 @@ class Unknown(Struct, frozen=True, kw_only=True):
     type: str
 
 
-class Result(Struct, frozen=True):
-    """What FINISH stores in the job hash: the whole output of a job that ended well."""
+class Result(Struct, frozen=True, omit_defaults=True):
+    """What FINISH stores in the job hash: the whole output of a job that ended well.
+
+    logprobs    one for each id, if the job asked for them
+    """
 
     text: str
     token_ids: list[TokenId]
     finish_reason: FinishReason
-    usage: Usage = Usage()
-    timings: Timings = Timings()
+    usage: Usage = _written(Usage)
+    timings: Timings = _written(Timings)
+    logprobs: list[TokenLogprob] | None = None
 
 
 _encoder = msgspec.json.Encoder()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
 
+from mlxq.protocol.keys import LANES, Lane
+
 # Statuses of EMIT, FINISH, BEAT and RELEASE, one per item.
 DONE: Final = 1
 REPEATED: Final = 2  # was done before: the earlier reply was lost
@@ -28,7 +30,10 @@ class Enqueued(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """One job handed out by TAKE: `seq` events and `tokens` ids are stored already."""
+    """One job handed out by TAKE: `seq` events and `tokens` ids are stored already.
+
+    `lane` is the job's, or high for one whose turn has come before those of higher lanes.
+    """
 
     id: str
     attempt: int
@@ -36,6 +41,7 @@ class Taken(NamedTuple):
     tokens: int
     solo: bool
     spec: bytes
+    lane: Lane = "normal"
 
 
 class Take(NamedTuple):
@@ -100,10 +106,13 @@ def parse_take(reply: list[Any]) -> Take:
     )
 
 
-def parse_taken(job_id: Any, attempt: Any, seq: Any, tokens: Any, solo: Any, spec: Any) -> Taken:
+def parse_taken(
+    job_id: Any, attempt: Any, seq: Any, tokens: Any, solo: Any, spec: Any, lane: Any
+) -> Taken:
     if not isinstance(spec, bytes):
         raise TypeError(type(spec))
-    return Taken(_text(job_id), int(attempt), int(seq), int(tokens), bool(int(solo)), spec)
+    name = LANES[LANES.index(_text(lane))]
+    return Taken(_text(job_id), int(attempt), int(seq), int(tokens), bool(int(solo)), spec, name)
 
 
 def parse_sweep(reply: list[Any]) -> Sweep:

@@ -20,7 +20,7 @@ import redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 
-from mlxq.protocol.keys import Keys, Lane
+from mlxq.protocol.keys import LANES, Keys, Lane
 from mlxq.protocol.replies import (
     ABORTED as ABORTED,
     BROKEN as BROKEN,
@@ -137,8 +137,10 @@ class Scripts:
         alone: bool = False,
         recover: bool = False,
         max_crashes: int = 10,
+        lanes: int = len(LANES),
     ) -> Call[Take]:
-        args = (owner, n, lease_ms, int(alone), int(recover), max_crashes)
+        """`lanes`: how many, from the highest, are asked."""
+        args = (owner, n, lease_ms, int(alone), int(recover), max_crashes, lanes)
         return self._call("take", self.keys.bell, args, parse_take)
 
     def emit(self, owner: str, items: Sequence[EmitItem]) -> Call[list[int]]:

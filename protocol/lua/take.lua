@@ -1,9 +1,12 @@
--- TAKE: pub owner n lease_ms alone recover max_crashes
--- -> bell_id, more, make_room, {id, attempt, seq, tokens, solo, spec}...
+-- TAKE: pub owner n lease_ms alone recover max_crashes [lanes]
+-- -> bell_id, more, make_room, {id, attempt, seq, tokens, solo, spec, lane}...
+-- lanes: how many, from the highest, are asked; all if not given.
 local owner, n, lease_ms = ARGV[2], int(ARGV[3]), int(ARGV[4])
 local alone, recover, max_crashes = ARGV[5] == '1', ARGV[6] == '1', int(ARGV[7])
-if #ARGV ~= 7 or not (n and lease_ms and max_crashes) or n == 0 or lease_ms == 0 then
-  return usage('pub owner n lease_ms alone recover max_crashes')
+local asked = {unpack(LANES, 1, int(ARGV[8] or '3') or 0)}
+if (#ARGV ~= 7 and #ARGV ~= 8) or not (n and lease_ms and max_crashes)
+  or n == 0 or lease_ms == 0 or #asked == 0 then
+  return usage('pub owner n lease_ms alone recover max_crashes [lanes]')
 end
 
 local PAGE = 64
@@ -21,6 +24,16 @@ local settled = 0       -- entries that a further TAKE will not see again
 local suspects = 0      -- left for a worker that is empty
 local cut_short = false
 local only_solo = false -- a suspect was handed out, and comes with nothing else
+local aging = false     -- the lowest lane has its turn
+
+-- Whether a job waits in a lane above this one that nobody has taken yet.
+local function is_passed(lane)
+  for _, above in ipairs(LANES) do
+    if above == lane then return false end
+    local held = redis.pcall('XPENDING', lane_key(above), GROUP)
+    if redis.call('XLEN', lane_key(above)) > (failure(held) and 0 or held[1]) then return true end
+  end
+end
 
 local function hand_out(job, delivered)
   local solo = job.strikes >= 1
@@ -29,7 +42,10 @@ local function hand_out(job, delivered)
   job.attempt = job.attempt + 1
   redis.call('HSET', job_key(job.id), 'state', 'running', 'attempt', job.attempt, 'owner', owner,
     'lease', lease_ms, 'begun', '', 'base', job.tokens, 'taken', now)
-  jobs[#jobs + 1] = {job.id, job.attempt, job.seq, job.tokens, solo and 1 or 0, spec_of(job.id)}
+  -- A job whose turn has come is not to wait again, in its worker, for those it has passed.
+  local lane = aging and is_passed(job.lane) and LANES[1] or job.lane
+  jobs[#jobs + 1] = {job.id, job.attempt, job.seq, job.tokens, solo and 1 or 0, spec_of(job.id),
+    lane}
   if solo then goal, only_solo = 0, true end
 end
 
@@ -166,20 +182,24 @@ if recover then
   for _, lane in ipairs(LANES) do walk_pending(lane, 'lost', SUSPECTS_MARK, false) end
 end
 if alone and #jobs == 0 then
-  for _, lane in ipairs(LANES) do walk_pending(lane, 'lapsed', SUSPECTS_MARK, true) end
+  for _, lane in ipairs(asked) do walk_pending(lane, 'lapsed', SUSPECTS_MARK, true) end
 end
-if not only_solo then
+-- A TAKE that leaves lanes out has no part in this: none of them could have its turn.
+local takes_turns = #asked == #LANES
+if not only_solo and takes_turns then
   -- Every 8th job of the queue comes from the lowest lane that has one, so that no lane starves.
   local turn = tonumber(redis.call('HGET', meta, 'turn') or '') or 0
   local aged = math.floor((turn + n) / AGING) - math.floor(turn / AGING)
   goal = math.min(n, #jobs + aged)
-  for i = #LANES, 1, -1 do take_from(LANES[i]) end
+  aging = true
+  for i = #asked, 1, -1 do take_from(asked[i]) end
+  aging = false
 end
 if not only_solo then
   goal = n
-  for _, lane in ipairs(LANES) do take_from(lane) end
+  for _, lane in ipairs(asked) do take_from(lane) end
 end
-if #jobs > 0 then redis.call('HINCRBY', meta, 'turn', #jobs) end
+if #jobs > 0 and takes_turns then redis.call('HINCRBY', meta, 'turn', #jobs) end
 
 local make_room = 0
 if suspects > 0 then

@@ -17,7 +17,7 @@ def test_an_unknown_type_is_passed_over_with_its_id() -> None:
 def test_unknown_fields_are_ignored() -> None:
     data = b'{"id":"1-2","type":"token","text":"a","ids":[1],"speed":9,"nested":{"x":[1]}}'
     assert decode_event(data) == Token(id="1-2", text="a", ids=[1])
-    data = b'{"type":"done","finish_reason":"stop","attempts":1,"usage":{"cached_tokens":3}}'
+    data = b'{"type":"done","finish_reason":"stop","attempts":1,"usage":{"saved_tokens":3}}'
     assert decode_event(data) == Done(finish_reason="stop", attempts=1, usage=Usage())
 
 

@@ -31,7 +31,10 @@ async def test_take_in_lane_order(fake: Wire) -> None:
     await fake.enqueue("low", "low")
     await fake.enqueue("high", "high")
     take = await fake.take(n=2)
-    assert take.jobs == [Taken("high", 1, 0, 0, False, SPEC), Taken("low", 1, 0, 0, False, SPEC)]
+    assert take.jobs == [
+        Taken("high", 1, 0, 0, False, SPEC, "high"),
+        Taken("low", 1, 0, 0, False, SPEC, "low"),
+    ]
     assert (await fake.take()).jobs == []
 
 
