@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from mlxq.protocol.errors import BadRequest, ContextOverflow
 from mlxq.protocol.jobs import Job, decode_job
@@ -22,8 +22,10 @@ _LEAST_TEMPERATURE: Final = 1e-4
 class Admitted:
     """A job that the model can run: all its limits are checked.
 
-    prompt      token ids, at least one; together with max_tokens they fit the context
-    stop_ids    ids that end the output: the model's own, none with ignore_eos
+    prompt      token ids, at least one; together with max_tokens they fit the context and the
+                KV memory
+    stop_ids    ids that end the output: the model's own, unless ignore_eos, and the job's
+    kv_bytes    KV memory of the whole row
     """
 
     job: Job
@@ -32,6 +34,7 @@ class Admitted:
     sampling: SamplingParams
     stops: list[str]
     stop_ids: frozenset[int]
+    kv_bytes: int
 
 
 class Admission:
@@ -43,6 +46,7 @@ class Admission:
         self._tokenizer = tokenizer
         self._info = info
         self._default_max_tokens = default_max_tokens
+        self._room = Room.of(info)
 
     def admit(self, spec: bytes, job_id: str) -> Admitted:
         """The request that `spec` asks for.
@@ -55,6 +59,7 @@ class Admission:
             max_tokens = self._max_tokens(job, len(prompt))
             self._check_ids("the prompt", prompt)
             self._check_ids("logit_bias", job.logit_bias)
+            self._check_ids("stop_token_ids", job.stop_token_ids)
         except BadRequest as error:
             reason = str(error)
             if len(reason) <= MAX_REASON:
@@ -66,7 +71,10 @@ class Admission:
             max_tokens=max_tokens,
             sampling=self._sampling(job, job_id),
             stops=job.stops,
-            stop_ids=frozenset() if job.ignore_eos else self._info.eos_ids,
+            stop_ids=frozenset(job.stop_token_ids).union(
+                () if job.ignore_eos else self._info.eos_ids
+            ),
+            kv_bytes=kv_bytes(self._info, len(prompt) + max_tokens),
         )
 
     def _prompt(self, job: Job) -> list[int]:
@@ -85,36 +93,37 @@ class Admission:
         """Tokenises `text`, and stops early where it cannot fit: the loop waits meanwhile.
 
         The longest token bounds what can fit at all. Below that, ever longer beginnings are tried;
-        one is too long only at twice the context, for its last tokens may be others in the whole.
+        one is too long only at twice the room, for its last tokens may be others in the whole.
         """
-        context = self._info.context_length
-        fits = len(text) <= context * self._tokenizer.longest_token
-        size = 4 * context  # characters; most texts that fit are shorter, and read once
+        room = self._room.tokens
+        fits = len(text) <= room * self._tokenizer.longest_token
+        size = 4 * room  # characters; most texts that fit are shorter, and read once
         while fits and size < len(text):
-            fits = len(encode(text[:size])) <= 2 * context
+            fits = len(encode(text[:size])) <= 2 * room
             size *= 2
         if not fits:
             raise ContextOverflow(
-                f"the prompt of {len(text)} characters does not fit the context of {context} tokens"
+                f"the prompt of {len(text)} characters does not fit {self._room.name}"
             )
         return encode(text)
 
     def _max_tokens(self, job: Job, prompt_tokens: int) -> int:
-        context = self._info.context_length
-        room = context - prompt_tokens
+        room = self._room.tokens - prompt_tokens
         if room < 1:
             raise ContextOverflow(
                 f"the prompt of {prompt_tokens} tokens leaves no room for output "
-                f"in the context of {context} tokens"
+                f"in {self._room.name}"
             )
-        if job.max_tokens is None:
-            return min(self._default_max_tokens, room)
-        if job.max_tokens > room:
+        # Asked for or not: what must be made must fit.
+        name, needed = "max_tokens", job.max_tokens
+        if needed is None:
+            name, needed = "min_tokens", job.min_tokens
+        if needed > room:
             raise ContextOverflow(
-                f"the prompt of {prompt_tokens} tokens + max_tokens {job.max_tokens} = "
-                f"{prompt_tokens + job.max_tokens} exceed the context of {context} tokens"
+                f"the prompt of {prompt_tokens} tokens + {name} {needed} = "
+                f"{prompt_tokens + needed} exceed {self._room.name}"
             )
-        return job.max_tokens
+        return job.max_tokens or min(max(self._default_max_tokens, job.min_tokens), room)
 
     def _check_ids(self, name: str, ids: Collection[int]) -> None:
         vocab_size = self._info.vocab_size
@@ -135,4 +144,29 @@ class Admission:
             frequency_penalty=job.frequency_penalty,
             logit_bias=job.logit_bias,
             seed=zlib.crc32(job_id.encode()) if job.seed is None else job.seed,
+            repetition_window=job.repetition_context_size,
+            min_tokens=job.min_tokens,
+            logprobs=job.top_logprobs if job.logprobs else None,
         )
+
+
+class Room(NamedTuple):
+    """How many positions a row can ever have here, and by whose limit."""
+
+    tokens: int
+    name: str
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> Room:
+        """The context of the model, or less where the KV memory ends before it."""
+        context = info.context_length
+        if kv_bytes(info, context) <= info.kv_budget_bytes:
+            return cls(context, f"the context of {context} tokens")
+        spare_bytes = max(0, info.kv_budget_bytes - info.kv_row_bytes)
+        tokens = spare_bytes // max(1, info.kv_bytes_per_token)
+        return cls(tokens, f"the {tokens} tokens that this worker has KV memory for")
+
+
+def kv_bytes(info: ModelInfo, tokens: int) -> int:
+    """KV memory of a row of so many positions."""
+    return info.kv_row_bytes + tokens * info.kv_bytes_per_token

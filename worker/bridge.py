@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import structlog
 
 from mlxq.protocol.errors import BadRequest
-from mlxq.protocol.events import Resumed, Started, encode_event
+from mlxq.protocol.events import Resumed, Started
 from mlxq.protocol.keys import shard_of
 from mlxq.protocol.scripts import ReleaseReason, Scripts, Taken
 from mlxq.worker.admission import Admission, Admitted
@@ -16,11 +17,13 @@ from mlxq.worker.config import Config
 from mlxq.worker.engine.request import Admit, ModelInfo, Output
 from mlxq.worker.engine.thread import EngineThread
 from mlxq.worker.link import Link
+from mlxq.worker.logprobs import written
 from mlxq.worker.metrics import Metrics
 from mlxq.worker.output import OutputStage
 from mlxq.worker.publisher import Publisher
 from mlxq.worker.resume import CannotResume, read_transcript, rebuild
 from mlxq.worker.rows import Row, Rows, log_key
+from mlxq.worker.slots import Slots
 
 _log = structlog.get_logger()
 
@@ -42,6 +45,7 @@ class Bridge:
         link: Link,
         scripts: Scripts,
         rows: Rows,
+        slots: Slots,
         publisher: Publisher,
         metrics: Metrics,
     ) -> None:
@@ -53,9 +57,19 @@ class Bridge:
         self._link = link
         self._scripts = scripts
         self._rows = rows
+        self._slots = slots
         self._publisher = publisher
         self._metrics = metrics
         self._admission = Admission(tokenizer, info, default_max_tokens=config.default_max_tokens)
+        self._preempted: asyncio.Queue[Row] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Gives back the jobs whose KV memory the engine needed for others."""
+        while True:
+            rows = [await self._preempted.get()]
+            while not self._preempted.empty():
+                rows.append(self._preempted.get_nowait())
+            await self.release(rows, "preempt")
 
     async def begin(self, taken: Taken) -> None:
         """Admits a job that was just taken, or fails it. Its row is in the table from here on."""
@@ -85,13 +99,13 @@ class Bridge:
 
     async def _restore(self, row: Row, taken: Taken, admitted: Admitted) -> list[int]:
         """Gives the row its output stage and first event. Returns the ids generated so far."""
-        stage = OutputStage(self._tokenizer, admitted.stops)
+        stage = OutputStage(self._tokenizer, admitted.stops, admitted.sampling.min_tokens)
         name, model, prompt_tokens = self._config.name, self._info.fingerprint, len(admitted.prompt)
         if taken.seq == 0:
             started = Started(
                 attempt=taken.attempt, worker=name, model=model, prompt_tokens=prompt_tokens
             )
-            row.begin(encode_event(started), stage, prompt_tokens)
+            row.begin(started, stage, prompt_tokens)
             return []
         key = self._scripts.keys.events(taken.id)
         transcript = await self._link.insist(lambda: read_transcript(self._link.client, key, taken))
@@ -99,7 +113,7 @@ class Bridge:
         if ids and max(ids) >= self._info.vocab_size:
             raise CannotResume("the transcript has ids that are not in the vocabulary")
         resumed = Resumed(attempt=taken.attempt, worker=name, model=model, tokens=taken.tokens)
-        row.begin(encode_event(resumed), stage, prompt_tokens, skip=skip)
+        row.begin(resumed, stage, prompt_tokens, skip=skip, logprobs=transcript.logprobs)
         return ids
 
     def _enter(self, row: Row, admitted: Admitted, generated: list[int]) -> None:
@@ -108,6 +122,7 @@ class Bridge:
             return
         _log.info("admitted", **log_key(row), prompt=len(admitted.prompt), resumed=len(generated))
         self._metrics.admitted(len(admitted.prompt), resumed=row.resumed)
+        self._slots.admitted(row, admitted.kv_bytes)
         if len(generated) >= admitted.max_tokens:
             self._end(row, "length")
             return
@@ -119,6 +134,8 @@ class Bridge:
                 admitted.max_tokens,
                 admitted.sampling,
                 admitted.stop_ids,
+                row.priority,
+                admitted.job.cache_salt,
             )
         )
 
@@ -131,21 +148,32 @@ class Bridge:
         self._publisher.notify()
 
     def _advance(self, row: Row, output: Output) -> None:
-        assert row.stage is not None
+        if row.open(output.cached or 0) and output.cached is not None:
+            self._metrics.looked_up(row.length, output.cached)
         if output.ids:
-            emitted = row.stage.feed(output.ids)
-            row.add(emitted.text, output.ids[: emitted.taken])
-            self._metrics.tokens += emitted.taken
-            if emitted.stopped:
+            stopped = self._take_in(row, output)
+            if stopped:
                 self._engine.cancel(row.key)
                 self._end(row, "stop")
                 return
-        if output.finish == "error":
+        if output.finish == "preempted":
+            self._metrics.preempted()
+            self._preempted.put_nowait(row)
+        elif output.finish == "error":
             _log.error("row_failed", **log_key(row), error=output.error)
             row.fail("internal", output.error, retryable=True)
             self._rows.ended(row)
         elif output.finish is not None:
             self._end(row, output.finish)
+
+    def _take_in(self, row: Row, output: Output) -> bool:
+        """The new ids become text. Whether that ends the output."""
+        assert row.stage is not None
+        text, taken, stopped = row.stage.feed(output.ids)
+        ids, logprobs = output.ids[:taken], (output.logprobs or [])[:taken]
+        row.add(text, ids, written(self._tokenizer, ids, logprobs) if logprobs else ())
+        self._metrics.tokens += taken
+        return stopped
 
     def _end(self, row: Row, reason: str) -> None:
         """A natural end: what the output stage held back goes out with the terminal event."""
@@ -174,6 +202,7 @@ class Bridge:
         """Gives jobs back, with all that they have produced stored, to resume elsewhere."""
         for row in rows:
             self._engine.cancel(row.key)
+            row.open()  # not begun yet: who waits for the job is told so much at least
         await self._publisher.flush()
         giving = [row for row in rows if row.decoding and self._rows.get(row.key) is row]
         if not giving:

@@ -25,6 +25,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._pieces = self._checked_pieces()
+        self._token_texts: dict[int, str] = {}
         self._content_in_parts = self._reads_only_parts()
         self.longest_token = max(map(len, tokenizer.get_vocab()))
 
@@ -82,15 +83,24 @@ class Tokenizer:
             return WindowDetokenizer(self._decode)
         return PieceDetokenizer(self._pieces)
 
+    def token_text(self, token: int) -> str:
+        """One id by itself: a special token by its name, part of a character as U+FFFD."""
+        text = self._token_texts.get(token)
+        if text is None:
+            piece = b"" if self._pieces is None else self._pieces[token]
+            text = piece.decode("utf-8", "replace") or self._decode([token], special=True)
+            self._token_texts[token] = text
+        return text
+
     def _encode(self, text: str, **options: bool) -> list[int]:
         # Through transformers this is a batch of one, for which the GIL is released; `encode` of
         # the tokenizers library holds it, and would stop the engine and the lease for a long text.
         ids: list[int] = self._tokenizer.encode(text, verbose=False, **options)
         return ids
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -40,6 +40,7 @@ class Config:
     stall_timeout_s    an engine with work and no progress for this long is taken for hung
     prefill_step       prompt tokens per prefill chunk
     shards             over how many names the queue is split; the same for all of a deployment
+    metrics_host    the address that metrics are served on, to anybody who reaches it
     """
 
     model: str
@@ -53,6 +54,7 @@ class Config:
     stall_timeout_s: float = 60.0
     prefill_step: int = 512
     default_max_tokens: int = 1024
+    metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     owner: str = ""
 
@@ -65,6 +67,7 @@ class Config:
         _require(self.stall_timeout_s > 0, "--stall-timeout-s must be positive")
         _require(self.prefill_step >= 1, "--prefill-step must be at least 1")
         _require(self.default_max_tokens >= 1, "--default-max-tokens must be at least 1")
+        _require(bool(self.metrics_host), "--metrics-host is empty: 0.0.0.0 is all addresses")
         port = self.metrics_port
         _require(port is None or 0 <= port <= 65535, "--metrics-port must be 0 to 65535")
         _require(

@@ -1,8 +1,12 @@
-"""Takes jobs: as many as there are free slots, never more, and begins each as a row."""
+"""Takes jobs: as many as there are free slots, and begins each as a row.
+
+Only a job of a higher lane than a row that runs is taken beyond the slots: see `Slots.wanted`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 
 import structlog
@@ -15,9 +19,12 @@ from mlxq.worker.lease import LeaseThread
 from mlxq.worker.link import UNANSWERED, Link, decoded
 from mlxq.worker.metrics import Metrics
 from mlxq.worker.rows import Rows
-from mlxq.worker.slots import Slots
+from mlxq.worker.slots import ALL_LANES, Slots, Wanted
 
 OBSERVE_INTERVAL_S = 0.1  # between two jobs whose time in the queue is looked at
+# From a TAKE of higher lanes alone that found nothing to the next: while a worker is full, the bell
+# rings for every job.
+LOOK_ABOVE_INTERVAL_S = 0.05
 
 _log = structlog.get_logger()
 
@@ -25,7 +32,7 @@ _log = structlog.get_logger()
 class Intake:
     """The TAKE loop of one queue. Loop thread only.
 
-    Invariant: never more rows than slots; a job taken but not yet confirmed by a receipt is
+    Invariant: no more rows than `Slots` allows; a job taken but not yet confirmed by a receipt is
     neither looked at nor counted. `hungry`: the bell may have rung for jobs that no TAKE has asked
     for since, so a slot that gets free is reason enough for one.
     """
@@ -54,6 +61,8 @@ class Intake:
         self._hungry = True
         self._stopping = False
         self._hold_until_s = 0.0
+        self._look_above_s = 0.0
+        self._again_s = math.inf
         self._observe_from_s = 0.0
 
     def notify(self) -> None:
@@ -77,7 +86,7 @@ class Intake:
     async def run(self) -> None:
         """Takes until stopped."""
         while not self._stopping:
-            more = False
+            more, self._again_s = False, math.inf
             if await self._may_take():
                 more = await self._take()
             else:
@@ -87,8 +96,9 @@ class Intake:
 
     async def _wait(self) -> None:
         """Until the bell, a free slot, or a turn for lapsed leases: lease/4 × (0.5 … 1)."""
+        turn_s = self._config.lease_s / 4 * random.uniform(0.5, 1.0)
         try:
-            async with asyncio.timeout(self._config.lease_s / 4 * random.uniform(0.5, 1.0)):
+            async with asyncio.timeout(min(turn_s, self._again_s)):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -102,7 +112,10 @@ class Intake:
             if self._slots.room_is_late:
                 await self._bridge.release(list(self._rows), "preempt")
             return False
-        if self._slots.unproven or not self._slots.has_free(self.notify):
+        if self._slots.unproven or not self._slots.wants(self.notify):
+            return False
+        if self._slots.wanted.lanes < ALL_LANES and now_s() < self._look_above_s:
+            self._again_s = self._look_above_s - now_s()
             return False
         # An empty worker too: what cannot keep a lease must not take, or it blames the job.
         if self._lease.age_s > self._config.lease_s / 2:
@@ -113,23 +126,27 @@ class Intake:
     async def _take(self) -> bool:
         """One TAKE with receipt and admission. Whether to ask again at once."""
         alone = self._slots.empty
-        with self._slots.reserve() as free:
-            take = await self._ask(free, alone)
-            self._hungry = take is None
+        with self._slots.reserve() as wanted:
+            take = await self._ask(wanted, alone)
+            above = wanted.lanes < ALL_LANES
+            self._hungry = take is None or above
             if take is None:
                 return False
+            if above and not take.jobs:
+                self._look_above_s = now_s() + LOOK_ABOVE_INTERVAL_S
             for taken in await self._receipt(take.jobs):
                 await self._bridge.begin(taken)
-        return take.more or len(take.jobs) == free
+        return take.more or len(take.jobs) == wanted.jobs
 
-    async def _ask(self, n: int, alone: bool) -> Take | None:
+    async def _ask(self, wanted: Wanted, alone: bool) -> Take | None:
         """The reply of TAKE. None: it was lost, and the next TAKE recovers what it gave out."""
         call = self._scripts.take(
             self._config.owner,
-            n,
+            wanted.jobs,
             lease_ms=self._config.lease_ms,
             alone=alone,
             recover=self._recover,
+            lanes=wanted.lanes,
         )
         try:
             take = await self._link.call_once(call)

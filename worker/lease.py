@@ -13,7 +13,8 @@ from mlxq.protocol.scripts import DONE, Scripts, run
 from mlxq.worker.clock import now_s
 from mlxq.worker.config import Config
 from mlxq.worker.engine.request import RowKey
-from mlxq.worker.link import UNANSWERED, connect, describe
+from mlxq.worker.link import UNANSWERED, connect
+from mlxq.worker.trouble import describe
 
 _log = structlog.get_logger()
 

@@ -17,10 +17,12 @@ from redis.exceptions import RedisError
 from mlxq.protocol.scripts import Call, run
 from mlxq.protocol.servers import connection_options, is_misplaced
 from mlxq.worker.clock import now_s
+from mlxq.worker.trouble import describe
 
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5.0
+WARN_INTERVAL_S = 10.0  # an outage is told of when it begins, and again while it lasts
 
 # What leaves it open whether a request ran: a cut, a timeout or an error reply of any kind.
 UNANSWERED = (RedisError, OSError, TimeoutError)
@@ -87,6 +89,8 @@ class Link:
         self._timeout_s = timeout_s
         self._on_back = on_back
         self._answered_s = now_s()
+        self._warn_from_s = 0.0
+        self._warned = False
         self.down = False
 
     async def once(self, request: Callable[[], Awaitable[T]]) -> T:
@@ -120,25 +124,25 @@ class Link:
         """Notes that a request went unanswered. After a move the server is looked up anew."""
         if is_misplaced(error):
             await self.client.connection_pool.disconnect()
-        if not self.down:
-            self.down = True
-            _log.warning("redis_lost", error=describe(error))
+        self.down = True
+        asked_s = now_s()
+        if asked_s >= self._warn_from_s:
+            self._warned, self._warn_from_s = True, asked_s + WARN_INTERVAL_S
+            down_s = round(asked_s - self._answered_s, 1)
+            _log.warning("redis_lost", error=describe(error), down_s=down_s)
 
     def answered(self) -> None:
         """Notes that the server answers."""
         down_s, self._answered_s = now_s() - self._answered_s, now_s()
         if self.down:
             self.down = False
-            _log.info("redis_back", down_s=round(down_s, 3))
+            if self._warned:
+                _log.info("redis_back", down_s=round(down_s, 3))
+            self._warned = False
             self._on_back(down_s)
 
     async def close(self) -> None:
         await self.client.aclose()
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line, without a URL that may hold a password."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
 def decoded(value: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,16 +19,24 @@ class Metrics(Collector):
 
     What changes with every token is a plain number, collected when asked for: a Prometheus
     counter would cost more than the token's own way through the worker.
+
+    slots       0 until the model is loaded
+    running     jobs held, of which `beyond` have no slot: see `Slots`
+    cached_tokens, looked_up_tokens     ids that the prefix cache had, of those it was asked for
     """
 
     def __init__(self, slots: int, kv_bytes: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self.slots = slots
         self.running = 0
+        self.beyond = 0
         self.waiting: dict[str, int] = {}  # by shard
         self.tokens = 0
         self.jobs = 0
         self.prompt_tokens = 0
+        self.looked_up_tokens = 0
+        self.cached_tokens = 0
+        self._server: WSGIServer | None = None
         self._kv_bytes = kv_bytes
         self.registry.register(self)
         self._ended = Counter(
@@ -34,6 +44,11 @@ class Metrics(Collector):
         )
         self._resumed = Counter(
             "mlxq:jobs_resumed", "Jobs taken over from another attempt.", registry=self.registry
+        )
+        self._preempted = Counter(
+            "mlxq:num_preemptions",
+            "Jobs given back because a job of a higher lane needed their KV memory.",
+            registry=self.registry,
         )
         self._queue_time = self._histogram(
             "mlxq:job_queue_time_seconds", "Submit to the first TAKE.", _SECONDS
@@ -56,7 +71,14 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """The plain numbers; called on the HTTP server's thread."""
         gauges = {
-            "mlxq:num_jobs_running": ("Jobs that hold a slot of the batch.", self.running),
+            "mlxq:num_jobs_running": (
+                "Jobs that hold a slot of the batch.",
+                self.running - self.beyond,
+            ),
+            "mlxq:num_jobs_parked": (
+                "Jobs beyond the slots: a job of a higher lane has the slot.",
+                self.beyond,
+            ),
             "mlxq:num_jobs_waiting": (
                 "Jobs on the queue that nobody holds.",
                 sum(self.waiting.values()),
@@ -67,21 +89,48 @@ class Metrics(Collector):
         counters = {
             "mlxq:generation_tokens": ("Token ids generated.", self.tokens),
             "mlxq:prompt_tokens": ("Prompt token ids admitted.", self.prompt_tokens),
+            "mlxq:prefix_cache_queries": (
+                "Token ids that the prefix cache was asked for.",
+                self.looked_up_tokens,
+            ),
+            "mlxq:prefix_cache_hits": (
+                "Token ids that the prefix cache had.",
+                self.cached_tokens,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
 
-    def serve(self, port: int) -> int:
-        """Starts the HTTP server on its own thread; returns the port it got."""
-        server, _ = start_http_server(port, registry=self.registry)
-        return int(server.server_port)
+    def serve(self, host: str, port: int) -> int:
+        """Starts the HTTP server on its own thread; returns the port it got.
+
+        Raises OSError if it cannot have the port.
+        """
+        # Some Pythons let the HTTP server share a port with another.
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+        self._server, _ = start_http_server(port, host, registry=self.registry)
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Ends the HTTP server."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
     def admitted(self, prompt_tokens: int, *, resumed: bool) -> None:
         self.prompt_tokens += prompt_tokens
         if resumed:
             self._resumed.inc()
+
+    def looked_up(self, tokens: int, cached_tokens: int) -> None:
+        self.looked_up_tokens += tokens
+        self.cached_tokens += cached_tokens
+
+    def preempted(self) -> None:
+        self._preempted.inc()
 
     def queued(self, seconds: float) -> None:
         self._queue_time.observe(seconds)

@@ -27,11 +27,13 @@ class OutputStage:
     """Detokenises one output and ends it at a stop. Loop thread.
 
     Ids go through one by one, so text and ids depend on the ids alone, not on their grouping.
+    Text of the first `min_tokens` ids is no part of a stop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
         self._shown: list[str] = []
         self.ids: list[int] = []
         self.stopped = False
@@ -49,7 +51,7 @@ class OutputStage:
         for token in ids:
             self.ids.append(token)
             text = self._detokenizer.feed(token)
-            if text and self._matcher:
+            if text and self._matcher and len(self.ids) > self._min_tokens:
                 text = self._matcher.feed(text)
                 self.stopped = self._matcher.stopped
             if text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import Any
+from typing import Any, Literal
 
 from mlxq import __version__
 from mlxq.protocol.keys import GROUP, LANES
@@ -44,12 +44,16 @@ class Presence:
         self._key = scripts.keys.worker(config.owner)
         self._tokens = Rate(PRESENCE_INTERVAL_S)
         self._jobs = Rate(15 * PRESENCE_INTERVAL_S)
+        self._state = "serving"
+        self._changed = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._left = False
         self._fixed: dict[Any, Any] = {
             "name": config.name,
             "owner": config.owner,
             "model": info.name,
             "fingerprint": info.fingerprint,
-            "slots": config.max_batch,
+            "slots": slots.max_batch,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "version": __version__,
@@ -61,23 +65,42 @@ class Presence:
                 await self._link.once(self._write)
             except UNANSWERED:
                 pass
-            await asyncio.sleep(PRESENCE_INTERVAL_S)
+            try:
+                async with asyncio.timeout(PRESENCE_INTERVAL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+
+    def say(self, state: Literal["serving", "draining"]) -> None:
+        """Told at once. A worker that drains has slots, but not for new jobs."""
+        self._state = state
+        self._changed.set()
 
     async def leave(self) -> None:
         """Removes what `_write` wrote; unanswered is no matter, it expires by itself."""
+        self._left = True
         pipeline = self._link.client.pipeline(transaction=True)
         pipeline.delete(self._key)
         pipeline.zrem(self._keys.workers, self._config.owner)
         try:
-            await pipeline.execute()
+            async with self._writing:
+                await pipeline.execute()
         except UNANSWERED:
             pass
 
     async def _write(self) -> None:
+        async with self._writing:
+            if not self._left:
+                await self._write_hash()
+                self._metrics.waiting[self._keys.queue] = await self._count_waiting()
+
+    async def _write_hash(self) -> None:
         seconds, microseconds = await self._link.client.time()
         seen_ms = seconds * 1000 + microseconds // 1000
         fields = {
             **self._fixed,
+            "state": self._state,
             "running": self._slots.occupied,
             "tokens_per_s": f"{self._tokens.per_s(self._metrics.tokens):.1f}",
             "jobs_per_s": f"{self._jobs.per_s(self._metrics.jobs):.3f}",
@@ -90,7 +113,6 @@ class Presence:
         pipeline.zremrangebyscore(self._keys.workers, "-inf", seen_ms - TTL_S * 1000)
         pipeline.expire(self._keys.workers, TTL_S)
         await pipeline.execute()
-        self._metrics.waiting[self._keys.queue] = await self._count_waiting()
 
     async def _count_waiting(self) -> int:
         """Jobs on the lanes that are in nobody's hands."""

@@ -9,7 +9,7 @@ import msgspec
 from redis.asyncio import Redis as AsyncRedis
 
 from mlxq.protocol.errors import MlxqError
-from mlxq.protocol.events import Resumed, Started, Token, decode_event
+from mlxq.protocol.events import Resumed, Started, Token, TokenLogprob, decode_event
 from mlxq.protocol.scripts import Taken
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.link import decoded
@@ -24,11 +24,15 @@ class CannotResume(MlxqError):
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What the earlier attempts stored: ids, text, and the model of the last of them."""
+    """What the earlier attempts stored: ids, text, and the model of the last of them.
+
+    logprobs    one for each id, if the job asked for them
+    """
 
     ids: list[int]
     text: str
     model: str
+    logprobs: list[TokenLogprob]
 
 
 async def read_transcript(client: AsyncRedis, key: str, taken: Taken) -> Transcript:
@@ -38,6 +42,7 @@ async def read_transcript(client: AsyncRedis, key: str, taken: Taken) -> Transcr
     """
     ids: list[int] = []
     texts: list[str] = []
+    logprobs: list[TokenLogprob] = []
     model = ""
     count = 0
     start = "-"
@@ -54,12 +59,13 @@ async def read_transcript(client: AsyncRedis, key: str, taken: Taken) -> Transcr
             if isinstance(event, Token):
                 ids += event.ids
                 texts.append(event.text)
+                logprobs += event.logprobs or ()
             elif isinstance(event, Started | Resumed):
                 model = event.model
         start = f"({decoded(page[-1][0])}"
     if count != taken.seq:
         raise CannotResume(f"transcript has {count} events, the job says {taken.seq}")
-    return Transcript(ids, "".join(texts), model)
+    return Transcript(ids, "".join(texts), model, logprobs)
 
 
 def rebuild(

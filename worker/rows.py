@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from mlxq.protocol.errors import FailureCode
 from mlxq.protocol.events import (
@@ -13,12 +15,16 @@ from mlxq.protocol.events import (
     Failed,
     FinishReason,
     Result,
+    Resumed,
+    Started,
     Timings,
     Token,
+    TokenLogprob,
     Usage,
     encode_event,
     encode_result,
 )
+from mlxq.protocol.keys import LANES
 from mlxq.protocol.scripts import LOOK_SEQ, Call, EmitItem, Scripts, Taken, look
 from mlxq.worker.clock import now_s
 from mlxq.worker.engine.request import RowKey
@@ -46,26 +52,32 @@ class Row:
     """
 
     __slots__ = (
-        "key", "solo", "seq", "tokens", "base", "stage", "prompt_tokens", "frozen", "ending",
-        "finish_call", "_head", "_texts", "_ids", "_skip", "_resumed", "_admitted_s",
-        "_first_token_s",
+        "key", "solo", "priority", "seq", "tokens", "base", "stage", "prompt_tokens", "kv_bytes",
+        "frozen", "ending", "finish_call", "_opening", "_cached", "_head", "_texts", "_ids",
+        "_logprobs", "_all_logprobs", "_skip", "_resumed", "_admitted_s", "_first_token_s",
     )  # fmt: skip
 
     def __init__(self, taken: Taken) -> None:
         self.key = RowKey(taken.id, taken.attempt)
         self.solo = taken.solo
+        self.priority = LANES.index(taken.lane)
         self.seq = taken.seq
         self.tokens = taken.tokens
         self.base = taken.tokens
         self._resumed = taken.seq > 0
         self.stage: OutputStage | None = None
         self.prompt_tokens = 0
+        self.kv_bytes: int | None = None
         self.frozen: list[EmitItem] = []
         self.ending: Ending | None = None
         self.finish_call: Call[int] | None = None
+        self._opening: Started | Resumed | None = None
+        self._cached = 0
         self._head: bytes | None = None
         self._texts: list[str] = []
         self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._all_logprobs: list[TokenLogprob] = []
         self._skip = 0
         self._admitted_s = now_s()
         self._first_token_s: float | None = None
@@ -74,6 +86,11 @@ class Row:
     def resumed(self) -> bool:
         """Whether an earlier attempt has stored something."""
         return self._resumed
+
+    @property
+    def length(self) -> int:
+        """Token ids of prompt and output so far."""
+        return self.prompt_tokens + (len(self.stage.ids) if self.stage else 0)
 
     @property
     def decoding(self) -> bool:
@@ -85,13 +102,33 @@ class Row:
         """A suspect that has not stored a token in this attempt: nothing may join it."""
         return self.solo and self.ending is None and self.tokens == self.base
 
-    def begin(self, head: bytes, stage: OutputStage, prompt_tokens: int, *, skip: int = 0) -> None:
-        """The row is admitted; `head` is its first event. Drops the next `skip` characters,
-        which an earlier attempt has published already."""
-        self._head, self.stage, self.prompt_tokens, self._skip = head, stage, prompt_tokens, skip
+    def begin(
+        self,
+        opening: Started | Resumed,
+        stage: OutputStage,
+        prompt_tokens: int,
+        *,
+        skip: int = 0,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
+        """The row is admitted; `opening` is to be its first event, see `open`. Drops the next
+        `skip` characters, which an earlier attempt has published already, and knows the
+        `logprobs` of that attempt."""
+        self._opening, self.stage, self.prompt_tokens = opening, stage, prompt_tokens
+        self._skip, self._all_logprobs = skip, list(logprobs)
 
-    def add(self, text: str, ids: list[int]) -> None:
-        """Buffers new ids and the text they released."""
+    def open(self, cached_tokens: int = 0) -> bool:
+        """The engine has begun with the row, and need not read so many of its ids: the first event
+        is written, before any other. False if it was before."""
+        if self._opening is None:
+            return False
+        self._cached = cached_tokens
+        opening = msgspec.structs.replace(self._opening, cached_tokens=cached_tokens)
+        self._head, self._opening = encode_event(opening), None
+        return True
+
+    def add(self, text: str, ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Buffers new ids, the text they released and, if asked for, their log probabilities."""
         if self._first_token_s is None:
             self._first_token_s = now_s()
         if self._skip and text:
@@ -99,21 +136,29 @@ class Row:
         if text:
             self._texts.append(text)
         self._ids += ids
+        if logprobs:
+            self._logprobs += logprobs
+            self._all_logprobs += logprobs
 
     def finish(self, reason: FinishReason) -> None:
         """The output is complete: what is buffered travels with the terminal event."""
         if self.ending is not None:
             return
         assert self.stage is not None
+        self.open()
         usage, timings = self._usage(), self._timings()
         done = Done(finish_reason=reason, attempts=self.key.attempt, usage=usage, timings=timings)
-        result = Result(self.stage.text, self.stage.ids, reason, usage, timings)
+        ids = self.stage.ids
+        # After an attempt with another model the ids are others than it had reported on.
+        logprobs = self._all_logprobs if len(self._all_logprobs) == len(ids) > 0 else None
+        result = Result(self.stage.text, ids, reason, usage, timings, logprobs)
         self.ending = Ending("done", encode_event(done), encode_result(result))
 
     def fail(self, code: FailureCode, message: str, *, retryable: bool = False) -> None:
         """The job cannot go on: what is buffered is still published before the reason."""
         if self.ending is not None:
             return
+        self.open()
         failed = Failed(
             code=code,
             message=message,
@@ -151,9 +196,9 @@ class Row:
             events.append((self._head, 0))
             self._head = None
         if self._ids or self._texts:
-            token = Token(text="".join(self._texts), ids=self._ids)
+            token = Token(text="".join(self._texts), ids=self._ids, logprobs=self._logprobs or None)
             events.append((encode_event(token), len(self._ids)))
-            self._texts, self._ids = [], []
+            self._texts, self._ids, self._logprobs = [], [], []
         return events
 
     def stored(self, item: EmitItem) -> None:
@@ -184,7 +229,8 @@ class Row:
 
     def _usage(self) -> Usage:
         generated = len(self.stage.ids) if self.stage else self.tokens
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=generated)
+        cached = min(self._cached, self.prompt_tokens)
+        return Usage(self.prompt_tokens, generated, cached)
 
     @property
     def first_token_s(self) -> float | None:

@@ -13,16 +13,20 @@ import structlog
 from mlxq.protocol.errors import MlxqError
 from mlxq.protocol.keys import shard_of
 from mlxq.protocol.scripts import ReleaseReason
+from mlxq.worker.admission import kv_bytes
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.clock import now_s
 from mlxq.worker.config import EXIT_BAD_CONFIG, EXIT_DRAINED, EXIT_ENGINE_DIED, Config
 from mlxq.worker.engine.request import ModelInfo, Output
 from mlxq.worker.engine.thread import Batch, EngineThread
+from mlxq.worker.greeting import CannotServe, first_answer
 from mlxq.worker.metrics import Metrics
 from mlxq.worker.orders import Order, Orders
 from mlxq.worker.shard import Shard
 from mlxq.worker.slots import Slots
 from mlxq.worker.tasks import cancel_all, first_of, post
+
+GREETING_S = 1.0
 
 _log = structlog.get_logger()
 
@@ -45,18 +49,43 @@ async def serve(
         on_outputs=lambda outputs: post(loop, partial(steps.put_nowait, outputs)),
         on_dead=lambda error: post(loop, partial(orders.give, Order.DIE, error)),
     )
-    engine.start()
+    metrics = Metrics(0, kv_bytes=lambda: engine.kv_bytes)
+    greeting = asyncio.create_task(first_answer(config))
     try:
+        await _check(config, metrics, greeting)
+        engine.start()
         info = await _loaded(engine, orders)
         if info is not None:
-            worker = Worker(config, info, engine, load_tokenizer(info.path), orders)
-            await worker.run(steps)
+            tokenizer = load_tokenizer(info.path)
+            worker = Worker(config, info, engine, tokenizer, metrics, orders)
+            await worker.run(steps, greeting)
+    except CannotServe as error:
+        orders.give(Order.DIE, error)
     finally:
         engine.stop()
+        await cancel_all([greeting])
+        metrics.close()
     code = _exit_code(orders)
     if not engine.join(5.0):
         os._exit(code)  # MLX aborts a process that exits while a thread is in a step
     return code
+
+
+async def _check(config: Config, metrics: Metrics, greeting: asyncio.Task[None]) -> None:
+    """What can be known before a model is loaded, which may take minutes.
+
+    Raises CannotServe. A server that does not answer is no reason not to load.
+    """
+    if config.metrics_port is not None:
+        host, port = config.metrics_host, config.metrics_port
+        try:
+            _log.info("metrics", host=host, port=metrics.serve(host, port))
+        except OSError as error:
+            reason = f"--metrics-port: cannot listen on {host}:{port}: {error.strerror or error}"
+            raise CannotServe(reason) from None
+    await asyncio.wait({greeting}, timeout=GREETING_S)
+    if greeting.done():
+        greeting.result()
 
 
 async def _loaded(engine: EngineThread, orders: Orders) -> ModelInfo | None:
@@ -93,29 +122,35 @@ class Worker:
         info: ModelInfo,
         engine: EngineThread,
         tokenizer: Tokenizer,
+        metrics: Metrics,
         orders: Orders,
     ) -> None:
         self._config = config
         self._orders = orders
-        self.metrics = Metrics(config.max_batch, kv_bytes=lambda: engine.kv_bytes)
-        self._slots = slots = Slots(config.max_batch)
+        self._metrics = metrics
+        self._slots = slots = Slots(
+            min(config.max_batch, info.max_batch),
+            budget_bytes=info.kv_budget_bytes,
+            usual_bytes=kv_bytes(info, config.default_max_tokens),
+        )
+        metrics.slots = slots.max_batch
         self._shards = [
-            Shard(config, number, info, engine, tokenizer, slots, self.metrics)
+            Shard(config, number, info, engine, tokenizer, slots, metrics)
             for number in range(config.shards)
         ]
 
-    async def run(self, steps: asyncio.Queue[list[Output]]) -> None:
+    async def run(self, steps: asyncio.Queue[list[Output]], greeting: asyncio.Task[None]) -> None:
         """Serves until an order comes, then gives up all rows as that order says.
 
-        `steps` holds the outputs of the engine, one list per step.
+        `steps` holds the outputs of the engine, one list per step; `greeting` ends with the first
+        answer of the server.
         """
-        if self._config.metrics_port is not None:
-            port = self.metrics.serve(self._config.metrics_port)
-            _log.info("metrics", port=port)
-        tasks = [asyncio.create_task(self._guarded(self._apply(steps)))]
+        tasks = [
+            asyncio.create_task(self._guarded(self._apply(steps))),
+            asyncio.create_task(self._guarded(self._announce(greeting))),
+        ]
         for shard in self._shards:
             shard.start(self._guarded)
-        _log.info("serving", queue=self._config.queue, slots=self._config.max_batch)
         try:
             await self._orders.above(Order.SERVE)
             await self._give_up()
@@ -124,6 +159,10 @@ class Worker:
                 await shard.close()
             await cancel_all(tasks)
 
+    async def _announce(self, greeting: asyncio.Task[None]) -> None:
+        await greeting
+        _log.info("serving", queue=self._config.queue, slots=self._slots.max_batch)
+
     async def _apply(self, steps: asyncio.Queue[list[Output]]) -> None:
         """Gives each shard the outputs of its rows, step by step."""
         shards = self._shards
@@ -131,7 +170,7 @@ class Worker:
         while True:
             outputs = await steps.get()
             if stepped_s is not None:
-                self.metrics.stepped(now_s() - stepped_s)
+                self._metrics.stepped(now_s() - stepped_s)
             stepped_s = now_s() if self._slots.occupied else None
             if len(shards) == 1:
                 shards[0].bridge.apply(outputs)
@@ -151,6 +190,8 @@ class Worker:
 
     async def _give_up(self) -> None:
         """Drain, then release what is left. Leases end it if the server never answers."""
+        for shard in self._shards:
+            shard.presence.say("draining")
         await asyncio.gather(*(shard.stop_taking() for shard in self._shards))
         _log.info("draining", timeout_s=self._config.drain_timeout_s)
         await first_of(

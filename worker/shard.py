@@ -78,6 +78,7 @@ class Shard:
             self._link,
             scripts,
             self.rows,
+            slots,
             self._publisher,
             metrics,
         )
@@ -86,7 +87,7 @@ class Shard:
         )
         slots.add(self.rows, self._intake.slot_free)
         self._doorbell = Doorbell(config.redis_url, keys.bell, self._intake.notify)
-        self._presence = Presence(config, info, self._link, scripts, slots, metrics)
+        self.presence = Presence(config, info, self._link, scripts, slots, metrics)
         self._sweeper = Sweeper(self._link, scripts)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -95,7 +96,10 @@ class Shard:
     ) -> None:
         """Starts the lease thread, and every other part as a task inside `guarded`."""
         self._lease.start()
-        parts = (self._intake, self._doorbell, self._sweeper, self._publisher, self._presence)
+        parts = (
+            *(self._intake, self._doorbell, self._sweeper, self._publisher),
+            *(self.bridge, self.presence),
+        )
         self._tasks = [asyncio.create_task(guarded(part.run())) for part in parts]
 
     async def stop_taking(self) -> None:
@@ -112,7 +116,7 @@ class Shard:
     async def _release(self, reason: ReleaseReason) -> None:
         await self.bridge.release(list(self.rows), reason)
         await self.rows.empty.wait()  # rows that are ending still wait for their FINISH
-        await self._presence.leave()
+        await self.presence.leave()
 
     async def _in_time(self, action: Coroutine[Any, Any, None]) -> bool:
         task = asyncio.create_task(action)
@@ -128,7 +132,7 @@ class Shard:
 
     def _rows_changed(self, rows: Rows) -> None:
         self._lease.held = rows.keys
-        self._metrics.running = self._slots.occupied
+        self._metrics.running, self._metrics.beyond = self._slots.occupied, self._slots.beyond
         self._slots.changed()
 
     def _gone(self, row: Row, why: str) -> None:
@@ -147,5 +151,12 @@ class Shard:
 
     def _stalled(self, stalled_s: float) -> None:
         """On the lease thread. A hung engine thread cannot be ended, so the process is."""
-        _log.error("engine_hung", stalled_s=round(stalled_s, 1))
+        _log.error(
+            "engine_hung",
+            worker=self._config.name,
+            owner=self._config.owner,
+            stalled_s=round(stalled_s, 1),
+            remedy="the process ends, and its service starts it anew; others go on with its jobs. "
+            "If a step can take so long, raise --stall-timeout-s",
+        )
         os._exit(EXIT_ENGINE_DIED)

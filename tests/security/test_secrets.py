@@ -62,15 +62,16 @@ async def test_a_worker_shows_no_password_and_no_prompt(
         await submitter.enqueue("d", prompt=PROMPT, stop=[PROMPT] * 99)
         for job_id in "abcd":
             await submitter.terminal(job_id, START_S)
-        for name, said in (("wrong", "redis_lost"), ("down", "redis_lost")):
-            await _until_logged(workers[name], tmp_path / f"{name}.log", said)
-        assert workers["bad"].wait(START_S) == 2
-        for name in ("right", "wrong", "down"):
+        await _until_logged(workers["down"], tmp_path / "down.log", "redis_lost")
+        assert {name: workers[name].wait(START_S) for name in ("wrong", "bad")} == {
+            "wrong": 2,
+            "bad": 2,
+        }
+        for name in ("right", "down"):
             assert user.password not in _command_line(workers[name].pid)
             workers[name].send_signal(signal.SIGTERM)
-        assert {name: workers[name].wait(START_S) for name in ("right", "wrong", "down")} == {
+        assert {name: workers[name].wait(START_S) for name in ("right", "down")} == {
             "right": 0,
-            "wrong": 0,
             "down": 0,
         }
     finally:
@@ -79,6 +80,8 @@ async def test_a_worker_shows_no_password_and_no_prompt(
             worker.wait()
     logs = {name: _said(tmp_path / f"{name}.log") for name in urls}
     assert "ended" in logs["right"] and "bad Redis URL" in logs["bad"]
+    assert "refuses the user or the password" in logs["wrong"]
+    assert "serving" not in logs["wrong"] + logs["down"]
     for name, log in logs.items():
         for secret in (user.password, WRONG, PROMPT):
             assert secret not in log, name

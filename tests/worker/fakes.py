@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlxq.worker.engine.request import Admit, ModelInfo, Output, RowKey
+from mlxq.worker.engine.request import Admit, Logprob, ModelInfo, Output, RowKey
 
 
 @dataclass
@@ -15,13 +15,15 @@ class FakeRow:
     request: Admit
     answer: Sequence[int]
     position: int
+    begun: bool = False
 
 
 @dataclass
 class FakeBatch:
     """Gives every request the ids of `answer(request)`, then the end of sequence.
 
-    Free running with `step_s` between steps, or, with `manual`, one step per `allow`.
+    Free running with `step_s` between steps, or, with `manual`, one step per `allow`. `cached` is
+    what it says of the prefix cache when it begins with a row: at once, allowed or not.
     `before_step` may raise or hang: whatever a test wants of a broken engine.
     """
 
@@ -30,6 +32,8 @@ class FakeBatch:
     step_s: float = 0.002
     manual: bool = False
     before_step: Callable[[list[Admit]], None] = lambda rows: None
+    cached: int = 0
+    logprobs: Callable[[int], Logprob] | None = None
     rows: dict[RowKey, FakeRow] = field(default_factory=dict)
     admitted: list[Admit] = field(default_factory=list)
     steps_of: dict[RowKey, int] = field(default_factory=dict)
@@ -55,13 +59,18 @@ class FakeBatch:
         self.rows.pop(key, None)
 
     def step(self) -> list[Output]:
+        begun = [self._begin(key, row) for key, row in self.rows.items() if not row.begun]
         if self.manual:
-            if not self._allowed.acquire(timeout=0.02):
-                return []
+            if not self._allowed.acquire(timeout=0.0 if begun else 0.02):
+                return begun
         else:
             time.sleep(self.step_s)
         self.before_step([row.request for row in self.rows.values()])
-        return [self._advance(key, row) for key, row in list(self.rows.items())]
+        return begun + [self._advance(key, row) for key, row in list(self.rows.items())]
+
+    def _begin(self, key: RowKey, row: FakeRow) -> Output:
+        row.begun = True
+        return Output(key, [], cached=self.cached)
 
     def _advance(self, key: RowKey, row: FakeRow) -> Output:
         self.steps_of[key] = self.steps_of.get(key, 0) + 1
@@ -70,10 +79,13 @@ class FakeBatch:
             return Output(key, [], "stop")
         token = row.answer[row.position]
         row.position += 1
+        logprobs = None
+        if self.logprobs is not None and row.request.sampling.logprobs is not None:
+            logprobs = [self.logprobs(token)]
         if row.position >= row.request.max_tokens:
             del self.rows[key]
-            return Output(key, [token], "length")
-        return Output(key, [token])
+            return Output(key, [token], "length", logprobs=logprobs)
+        return Output(key, [token], logprobs=logprobs)
 
     def close(self) -> None:
         self.closed = True

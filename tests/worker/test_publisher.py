@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
+from mlxq.protocol.events import Started
 from mlxq.protocol.scripts import Scripts, look, run
 from mlxq.worker.chat import Tokenizer
 from mlxq.worker.link import Link
@@ -44,7 +45,9 @@ class Bench:
         take = await run(self.link.client, self.scripts.take(OWNER, 1, lease_ms=60_000))
         await run(self.link.client, self.scripts.emit(OWNER, [look("a", 1)]))
         row = Row(take.jobs[0])
-        row.begin(b'{"type":"started"}', OutputStage(self.tokenizer, []), 2)
+        started = Started(attempt=1, worker="me", model="m", prompt_tokens=2)
+        row.begin(started, OutputStage(self.tokenizer, []), 2)
+        row.open()
         self.rows.add(row)
         return row
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from mlxq.protocol.events import Started, encode_event
 from mlxq.protocol.keys import Keys
 from mlxq.protocol.scripts import LOOK_SEQ, Scripts, Taken
 from mlxq.worker.chat import Tokenizer
@@ -12,12 +13,14 @@ from mlxq.worker.output import OutputStage
 from mlxq.worker.rows import LONG_TRANSCRIPT_EVENTS, LONG_TRANSCRIPT_IDS, Row, Rows
 
 SCRIPTS = Scripts(Keys("q"))
-HEAD = b'{"type":"started"}'
+STARTED = Started(attempt=3, worker="me", model="m", prompt_tokens=4)
+HEAD = encode_event(STARTED)
 
 
 def _row(tokenizer: Tokenizer, *, seq: int = 0, tokens: int = 0, solo: bool = False) -> Row:
     row = Row(Taken("job", 3, seq, tokens, solo, b"{}"))
-    row.begin(HEAD, OutputStage(tokenizer, []), prompt_tokens=4)
+    row.begin(STARTED, OutputStage(tokenizer, []), prompt_tokens=4)
+    assert row.open()
     return row
 
 
@@ -110,7 +113,8 @@ def test_long_transcripts_gather_ids(tokenizer: Tokenizer) -> None:
 
 def test_text_of_an_earlier_attempt_is_not_published_again(tokenizer: Tokenizer) -> None:
     row = Row(Taken("job", 2, 3, 4, False, b"{}"))
-    row.begin(HEAD, OutputStage(tokenizer, []), prompt_tokens=1, skip=3)
+    row.begin(STARTED, OutputStage(tokenizer, []), prompt_tokens=1, skip=3)
+    row.open()
     row.add("ab", [1])
     row.add("cde", [2])
     token = msgspec.json.decode(row.outgoing()[1].json)

@@ -107,7 +107,8 @@ class EngineThread:
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Waits for the thread to end. False if it has not: the process must go by `os._exit`."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
