@@ -1,132 +1,231 @@
-"""From the parameters of a request: how its row turns logits into the next id.
+"""From the logits of a step to the next id of every row: one call for the whole batch.
 
-Order, as in vLLM and Hugging Face: penalties, logit bias, temperature, top-k, top-p, min-p, draw.
-Arrays are one row, (1, vocabulary). Nothing here waits for the device.
+Order, as in vLLM and Hugging Face: penalties, logit bias, min_tokens, temperature, top-k, top-p,
+min-p, draw. A stage is computed only for the rows that ask for it. A row's ids depend on its own
+logits, parameters and seed alone: neither its batch mates nor a change of worker alters them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
-from mlx_lm.sample_utils import greedy_sampler
 
+from mlxq.worker.engine.draw import (
+    NucleusPlan,
+    Some,
+    draw,
+    draw_nucleus,
+    fused,
+    in_blocks,
+    largest,
+    mass_of,
+    uniform,
+)
+from mlxq.worker.engine.logprobs import LazyLogprobs
+from mlxq.worker.engine.old_sampling import greedy, make_processors, make_sampler
+from mlxq.worker.engine.penalties import Penalties, RowSampling
 from mlxq.worker.engine.request import SamplingParams
 
-Sampler = Callable[[mx.array], mx.array]
-"""Log-probabilities (rows, vocabulary) to ids (rows,)."""
-
-Processor = Callable[[mx.array, mx.array], mx.array]
-"""All ids of the row so far (length,) and its logits (1, vocabulary) to new logits."""
-
-greedy: Sampler = greedy_sampler
-"""One object for all greedy rows: a batch whose rows share a sampler is sampled in one call."""
+__all__ = ["Drawn", "RowSampling", "Sampling", "greedy", "make_processors", "make_sampler"]
 
 _COLDEST = 1e-5  # below it, dividing by the temperature overflows float32
 
 
-def make_sampler(params: SamplingParams, position: int) -> Sampler:
-    """The sampler of one row whose next id is the `position`-th of its output, from 0."""
-    if params.temperature < _COLDEST or params.top_k == 1:
-        return greedy
-    return SeededSampler(params, position)
+class Drawn(NamedTuple):
+    """The next ids, not computed yet: int32 (rows,), and the report of the rows that ask."""
+
+    ids: mx.array
+    logprobs: LazyLogprobs | None
 
 
-def make_processors(
-    params: SamplingParams, prompt_length: int, vocab_size: int
-) -> tuple[Processor, ...]:
-    """The logits processors of one row; empty if its logits are taken as they are.
+class Sampling:
+    """Parameters, seeds and counts of the rows of a batch, in its order. Engine thread only.
 
-    What stands behind the first `prompt_length` ids of the context counts as output, so a row
-    that was resumed has the penalties it had before.
+    The n-th id of a row is drawn with the n-th key of its seed, n counted from its first output
+    id on any worker.
     """
-    processors: list[Processor] = []
-    if params.repetition_penalty != 1.0:
-        processors.append(_repetition_penalty(params.repetition_penalty))
-    if params.presence_penalty or params.frequency_penalty:
-        processors.append(
-            _output_penalties(params.presence_penalty, params.frequency_penalty, prompt_length)
+
+    def __init__(self, params: list[SamplingParams], keys: mx.array, penalties: Penalties) -> None:
+        self._params = params
+        self._keys = keys  # uint32 (rows, 2), of the next ids
+        self._penalties = penalties
+        self._plan: _Plan | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> Sampling:
+        """For rows whose next ids stand at position `len(row.generated)` of their output."""
+        keys = [row_key(row.params.seed, len(row.generated)) for row in rows]
+        return cls(
+            [row.params for row in rows],
+            mx.array(keys, dtype=mx.uint32).reshape(-1, 2),
+            Penalties.of(rows, vocab_size),
         )
-    # An id beyond the vocabulary would write out of bounds.
-    bias = {id: value for id, value in params.logit_bias.items() if 0 <= id < vocab_size}
-    if bias:
-        processors.append(_logit_bias(bias))
-    return tuple(processors)
+
+    def extend(self, other: Sampling) -> None:
+        """Takes in the rows of `other`, behind its own. `other` must not be used any more."""
+        self._params = self._params + other._params
+        self._keys = mx.concatenate([self._keys, other._keys])
+        self._penalties.extend(other._penalties)
+        self._plan = None
+
+    def filter(self, keep: list[int]) -> None:
+        """Keeps the rows of these indices, in this order."""
+        self._params = [self._params[index] for index in keep]
+        self._keys = self._keys[mx.array(keep, dtype=mx.int32)]
+        self._penalties.filter(keep)
+        self._plan = None
+
+    def draw(self, logits: mx.array) -> Drawn:
+        """Chooses an id per row from logits (rows, vocabulary) of any float type, and counts it.
+
+        Nothing is computed yet, and nothing raises whatever the logits hold. A row with a logit of
+        +inf, or without one above -inf, gets its (first) largest.
+        """
+        if self._plan is None:
+            self._plan = _Plan.of(self._params, logits.shape[-1])
+        logits = self._penalties.apply(logits)
+        ids = self._plan.draw(logits, self._keys)
+        if self._plan.sampled is not None:
+            self._keys = self._keys + mx.array([1, 0], dtype=mx.uint32)
+        self._penalties.count(ids)
+        asking = self._plan.logprobs
+        return Drawn(ids, LazyLogprobs.of(logits, ids, asking) if asking else None)
 
 
-def fold(seed: int, position: int) -> mx.array:
-    """The random key of one draw: a hash, so that near seeds and positions share nothing."""
-    words = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
-    digest = hashlib.blake2b(words, digest_size=8).digest()
-    key: mx.array = mx.random.key(int.from_bytes(digest, "little"))
-    return key
+def row_key(seed: int, position: int) -> tuple[int, int]:
+    """The 64 bits that the `position`-th id of a seed is drawn with, as two words.
+
+    The seed is hashed, so that near seeds share nothing; positions are counted up from there, as
+    MLX' generator (Threefry) is made for.
+    """
+    digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=8).digest()
+    first, second = digest[:4], digest[4:]
+    return (int.from_bytes(first, "little") + position) % 2**32, int.from_bytes(second, "little")
 
 
-class SeededSampler:
-    """Draws the ids of one row, one call per id; the n-th depends on its logits, seed and n alone.
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a step has to compute for the rows of a batch; made anew when one joins or leaves.
 
-    So neither batch mates nor a change of worker can alter a row's output.
+    temperature, top_k, top_p and min_p have a row for each of the sampled rows alone.
     """
 
-    def __init__(self, params: SamplingParams, position: int) -> None:
-        self.params = params
-        self.position = position
+    sampled: Some | None
+    temperature: mx.array
+    top_k: _TopK | None
+    top_p: _TopP | None
+    min_p: mx.array | None
+    logprobs: dict[int, int]
 
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        key = fold(self.params.seed, self.position)
-        self.position += 1
-        return mx.random.categorical(_cut(logprobs, self.params), key=key)
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> _Plan:
+        sampled = [each for each in params if not _greedy(each)]
+        min_p = [each.min_p for each in sampled]
+        return cls(
+            sampled=Some.of([not _greedy(each) for each in params]) if sampled else None,
+            temperature=_column([each.temperature for each in sampled]),
+            top_k=_TopK.of(sampled, vocab_size),
+            top_p=_TopP.of(sampled),
+            min_p=_column(min_p)[:, :, None] if any(min_p) else None,
+            logprobs={
+                row: each.logprobs for row, each in enumerate(params) if each.logprobs is not None
+            },
+        )
 
+    def draw(self, logits: mx.array, keys: mx.array) -> mx.array:
+        """Ids int32 (rows,); equal logits: a greedy row gets the lowest id."""
+        best = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.int32)
+        if self.sampled is None:
+            return best[:, 0]
+        ids = self._sample(*map(self.sampled.take, (logits, best, keys)))
+        return self.sampled.put(best, ids)[:, 0]
 
-def _cut(logprobs: mx.array, params: SamplingParams) -> mx.array:
-    """Scaled by the temperature, best at 0, with -inf for every id that was cut off."""
-    scaled = logprobs.astype(mx.float32)
-    scaled = (scaled - scaled.max(axis=-1, keepdims=True)) / params.temperature
-    if 0 < params.top_k < scaled.shape[-1]:
-        least = mx.topk(scaled, params.top_k, axis=-1).min(axis=-1, keepdims=True)
-        scaled = mx.where(scaled < least, -mx.inf, scaled)
-    if params.top_p < 1.0:
-        ranked = -mx.sort(-scaled, axis=-1)
-        mass_above = mx.cumsum(mx.softmax(ranked, axis=-1), axis=-1, inclusive=False)
-        kept = mx.where(mass_above < params.top_p, ranked, mx.inf)
-        scaled = mx.where(scaled < kept.min(axis=-1, keepdims=True), -mx.inf, scaled)
-    if params.min_p > 0.0:
-        scaled = mx.where(scaled < math.log(params.min_p), -mx.inf, scaled)
-    return scaled
-
-
-def _repetition_penalty(penalty: float) -> Processor:
-    """Weakens every id of prompt and output (CTRL, https://arxiv.org/abs/1909.05858)."""
-
-    def process(context: mx.array, logits: mx.array) -> mx.array:
-        seen = logits[:, context]
-        logits[:, context] = mx.where(seen < 0, seen * penalty, seen / penalty)
-        return logits
-
-    return process
-
-
-def _output_penalties(presence: float, frequency: float, prompt_length: int) -> Processor:
-    """OpenAI's penalties: of the output alone, once per id and once per occurrence."""
-
-    def process(context: mx.array, logits: mx.array) -> mx.array:
-        output = context[prompt_length:]
-        if output.size == 0:
-            return logits
-        counts = mx.zeros(logits.shape[-1]).at[output].add(1.0)
-        penalty = frequency * counts + presence * (counts > 0)
-        # Back to the model's precision: a wider row would widen its batch mates too.
-        return (logits - penalty).astype(logits.dtype)
-
-    return process
+    def _sample(self, logits: mx.array, best: mx.array, keys: mx.array) -> mx.array:
+        """Ids (sampled rows, 1); `best` where nothing can be drawn."""
+        floor = mx.array([[-mx.inf]]) if self.top_k is None else self.top_k.floor(logits)
+        peak = mx.take_along_axis(logits, best, axis=-1)
+        weights = in_blocks(_weights(logits, peak, self.temperature, floor), 0.0)
+        mass = mass_of(weights)  # before min-p; not computed unless top-p needs it
+        if self.min_p is not None:
+            weights = _at_least(weights, self.min_p)
+        ids = best
+        if self.top_p is None or self.top_p.rows.indices is not None:
+            drawn, heights = draw(weights, uniform(keys, 0)[:, :, :1])
+            ids = mx.where(heights > 0, drawn, ids)
+        if self.top_p is not None:
+            found = self.top_p.draw(*map(self.top_p.rows.take, (weights, mass, best, keys)))
+            ids = self.top_p.rows.put(ids, found)
+        return ids
 
 
-def _logit_bias(bias: dict[int, float]) -> Processor:
-    ids, values = mx.array(list(bias.keys())), mx.array(list(bias.values()))
+@dataclass(frozen=True, slots=True)
+class _TopK:
+    """The rows that cut by rank."""
 
-    def process(context: mx.array, logits: mx.array) -> mx.array:
-        return logits.at[:, ids].add(values.astype(logits.dtype))
+    rows: Some
+    ranks: mx.array  # (rows, 1)
+    most: int
 
-    return process
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> _TopK | None:
+        ranks = [each.top_k if each.top_k < vocab_size else 0 for each in params]
+        if not any(ranks):
+            return None
+        column = mx.array([rank for rank in ranks if rank])[:, None]
+        return cls(Some.of([rank > 0 for rank in ranks]), column, max(ranks))
+
+    def floor(self, logits: mx.array) -> mx.array:
+        """The least logit that stays, float32 (all rows, 1); its equals stay too."""
+        values, _ = largest(self.rows.take(logits), self.most)
+        kept = mx.take_along_axis(values, self.ranks - 1, axis=-1).astype(mx.float32)
+        return self.rows.put(mx.full((len(logits), 1), -mx.inf), kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _TopP:
+    """The rows that cut by mass."""
+
+    rows: Some
+    shares: mx.array  # (rows, 1)
+    draws: mx.array  # (rows, 1)
+    plan: NucleusPlan
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> _TopP | None:
+        shares = [each.top_p for each in params if each.top_p < 1.0]
+        if not shares:
+            return None
+        plans = [NucleusPlan.of(share) for share in shares]
+        draws = mx.array([plan.draws for plan in plans])[:, None]
+        rows = Some.of([each.top_p < 1.0 for each in params])
+        return cls(rows, _column(shares), draws, max(plans))
+
+    def draw(self, weights: mx.array, mass: mx.array, best: mx.array, keys: mx.array) -> mx.array:
+        """Ids (rows, 1). mass: of all weights before min-p; best: most probable ids."""
+        ids, found = draw_nucleus(weights, self.shares * mass, self.draws, self.plan, keys)
+        return mx.where(found, ids, best)
+
+
+def _greedy(params: SamplingParams) -> bool:
+    return params.temperature < _COLDEST or params.top_k == 1
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(list(values), dtype=mx.float32)[:, None]
+
+
+@fused
+def _weights(logits: mx.array, peak: mx.array, temperature: mx.array, floor: mx.array) -> mx.array:
+    """Probabilities over that of the best id; 0 below `floor`."""
+    logits = logits.astype(mx.float32)
+    weights = mx.exp((logits - peak.astype(mx.float32)) / temperature)
+    return mx.where(logits >= floor, weights, 0.0)
+
+
+@fused
+def _at_least(weights: mx.array, least: mx.array) -> mx.array:
+    return mx.where(weights >= least, weights, 0.0)
