@@ -78,6 +78,20 @@ MAMBA: dict[str, Any] = {
 }
 SLIDING = ["sliding_attention", "full_attention"]
 
+MROPE: dict[str, Any] = {
+    "rope_scaling": {"type": "mrope", "rope_type": "mrope", "mrope_section": [2, 1, 1]}
+}
+PATCHES: dict[str, Any] = {
+    "depth": 1,
+    "embed_dim": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "num_heads": 4,
+    "patch_size": 4,
+    "image_size": 16,
+}
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Dense.
     "llama": {},
@@ -175,12 +189,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": WINDOW, "layer_types": SLIDING},
     "exaone4": {"sliding_window": WINDOW, "sliding_window_pattern": "LG", "rope_scaling": None},
     "gpt_oss": MOE | {"sliding_window": WINDOW, "layer_types": SLIDING},
-    "plamo3": {
-        "window_size": WINDOW,
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": 2,
-        "rope_local_theta": 10000,
-    },
+    "mimo_v2_flash": MOE
+    | {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "sliding_window_size": WINDOW}
+    | {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+    | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1}
+    | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+    | {"v_head_dim": 8, "swa_v_head_dim": 8, "swa_rope_theta": 10000.0}
+    | {"layernorm_epsilon": 1e-5, "partial_rotary_factor": 0.5},
     "llama4": {
         "text_config": SHARED
         | {
@@ -247,6 +262,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek": MOE,
     "deepseek_v2": MOE | MLA | YARN | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek_v3": MOE | MLA | {"n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": MOE
+    | MLA
+    | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid"}
+    | {"topk_method": "noaux_tc", "moe_layer_freq": 1, "partial_rotary_factor": 1.0}
+    | {"rope_scaling": None, "num_nextn_predict_layers": 0},
+    "deepseek_v32": MOE
+    | MLA
+    | YARN
+    | {"n_group": 1, "topk_group": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 12},
     "longcat_flash": MLA
     | {"attention_method": "MLA", "zero_expert_type": "identity", "ffn_hidden_size": 48}
     | {"moe_topk": 2, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "zero_expert_num": 1}
@@ -368,3 +392,65 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "decay_low_rank_dim": 8,
     },
 }
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "qwen2_vl": MROPE | {"vision_config": PATCHES | {"model_type": "qwen2_vl"}},
+    "qwen2_5_vl": MROPE | {"vision_config": PATCHES | {"model_type": "qwen2_5_vl"}},
+    "qwen3_vl": {
+        "text_config": SHARED | MROPE | {"model_type": "qwen3_vl_text"},
+        "vision_config": PATCHES | {"model_type": "qwen3_vl", "num_position_embeddings": 16},
+    },
+    "glm4v": {
+        "text_config": SHARED
+        | {"model_type": "glm4v_text"}
+        | {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]}},
+        "vision_config": PATCHES | {"model_type": "glm4v"},
+        "eos_token_id": 1,
+    },
+    "gemma3": {
+        "text_config": SHARED
+        | {"model_type": "gemma3_text", "sliding_window": WINDOW, "sliding_window_pattern": 2}
+        | {"mm_tokens_per_image": 4, "query_pre_attn_scalar": 8, "rope_theta": 1e6},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "image_size": 16,
+        },
+        "tie_word_embeddings": True,
+    },
+    "mistral3": {
+        "text_config": SHARED | {"model_type": "mistral"},
+        "vision_config": {
+            "model_type": "pixtral",
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "image_size": 16,
+        },
+    },
+    "idefics3": {
+        "text_config": SHARED | {"model_type": "llama"},
+        "vision_config": {
+            "model_type": "idefics3",
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "image_size": 16,
+        },
+    },
+}
+"""Models with a tower for images, served with text."""
+
+
+def config_of(model_type: str) -> dict[str, Any]:
+    """The config.json of an architecture."""
+    return SHARED | {"model_type": model_type} | (ARCHITECTURES | MULTIMODAL)[model_type]

@@ -6,12 +6,14 @@ alone, so that two folders made with the same arguments hold the same model.
 
 from __future__ import annotations
 
-import importlib
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
+import mlx_vlm.utils
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -70,26 +72,48 @@ def make_tiny_model(
         "eos_token_id": EOS_ID,
         "torch_dtype": "float32",
     } | (config or {})
-    _write_json(folder / "config.json", settings)
+    write_network(folder, settings, seed=seed, scale=scale)
     _write_json(folder / "generation_config.json", {"eos_token_id": [EOS_ID, END_ID]})
-    _write_weights(folder / "model.safetensors", settings, seed, scale)
     _write_tokenizer(folder, context_length)
     return folder
 
 
-def _write_weights(path: Path, settings: dict[str, Any], seed: int, scale: float) -> None:
-    library = importlib.import_module(f"mlx_lm.models.{settings['model_type']}")
-    network = library.Model(library.ModelArgs.from_dict(settings))
-    names = tree_flatten(network.parameters())
+def write_network(
+    folder: Path, settings: dict[str, Any], *, seed: int = 0, scale: float = 3.0
+) -> Path:
+    """Writes config.json and random weights, and returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", settings)
     weights = {}
-    for number, (name, array) in enumerate(sorted(names)):
-        if array.ndim == 1:
-            weights[name] = mx.ones(array.shape)
+    for number, (name, array) in enumerate(sorted(tree_flatten(_network(settings).parameters()))):
+        head = "lm_head" in name
+        if head and settings.get("tie_word_embeddings"):
             continue
         key = mx.random.key((seed << 32) + number)
-        spread = array.shape[-1] ** -0.5 * (scale if name.startswith("lm_head") else 1.5)
-        weights[name] = mx.random.normal(array.shape, key=key) * spread
-    mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
+        if array.ndim > 1:
+            spread = array.shape[-1] ** -0.5 * (scale if head else 1.5)
+            weights[name] = mx.random.normal(array.shape, key=key) * spread
+        elif name.endswith(".bias"):
+            weights[name] = mx.random.normal(array.shape, key=key) * 0.1
+        elif name.endswith("norm.weight"):
+            weights[name] = mx.ones(array.shape)
+        else:
+            weights[name] = mx.random.uniform(0.5, 1.0, array.shape, key=key)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
+
+
+def _network(settings: dict[str, Any]) -> Any:
+    """The network of a config: mlx-lm's, or if it has a tower for images mlx-vlm's."""
+    settings = copy.deepcopy(settings)
+    if "vision_config" not in settings:
+        model, arguments = mlx_lm.utils._get_classes(settings)
+        return model(arguments.from_dict(settings))
+    library, _ = mlx_vlm.utils.get_model_and_args(settings)
+    settings.setdefault("text_config", {})
+    config = library.ModelConfig.from_dict(settings)
+    parts = ["text", "vision", "projector"]
+    return library.Model(mlx_vlm.utils.update_module_configs(config, library, settings, parts))
 
 
 def _write_tokenizer(folder: Path, context_length: int) -> None:

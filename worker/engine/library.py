@@ -24,6 +24,7 @@ from mlxq.worker.engine.network import Network
 Library = Literal["mlx-lm", "mlx-vlm"]
 
 WRONG_IN_MLX_VLM = {
+    "deepseek_v32": "the index of what to attend to has its positions interleaved",
     "internlm2": "positions are doubled unless the config scales them linearly",
     "internlm3": "positions are doubled unless the config scales them linearly",
     "lfm2_moe": "experts are weighted by a softmax where the model has sigmoids",
@@ -72,11 +73,16 @@ def libraries(config: dict[str, Any]) -> list[Library]:
     and for code that comes with the model, which mlx-vlm would run unasked.
     """
     kind = mlx_vlm.utils.get_model_type(config) or ""
-    # It takes this base for any that the config states.
-    other_base = kind == "gemma3_text" and config.get("rope_theta", 1e6) != 1e6
-    if config.get("model_file") or kind in WRONG_IN_MLX_VLM or other_base or not _in_mlx_vlm(kind):
+    wrong = kind in WRONG_IN_MLX_VLM or _has_another_base(kind, config)
+    if config.get("model_file") or wrong or not _in_mlx_vlm(kind):
         return ["mlx-lm"]
     return ["mlx-vlm", "mlx-lm"]
+
+
+def _has_another_base(kind: str, config: dict[str, Any]) -> bool:
+    """Of Gemma 3, mlx-vlm takes the usual base of the positions for any that the config states."""
+    text_config = config.get("text_config") or config
+    return kind in ("gemma3", "gemma3_text") and text_config.get("rope_theta", 1e6) != 1e6
 
 
 def _in_mlx_vlm(kind: str) -> bool:
