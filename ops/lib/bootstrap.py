@@ -107,7 +107,7 @@ def install(extra: str) -> None:
             check(
                 [sys.executable, "-m", "venv", str(VENV)], "on Debian: apt-get install python3-venv"
             )
-        say(f"installing mlxq[{extra}] into it (about 1.2 GB the first time, some minutes)")
+        say(f"installing mlxq[{extra}] into it (about 1.1 GB the first time, some minutes)")
         command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
         command += ["--progress-bar", "off", "--editable", f"{ROOT}[{extra}]"]
         check(command, "is the package index reachable?")
