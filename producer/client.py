@@ -115,17 +115,23 @@ class Producer:
         prompt: str | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         max_tokens: int | None = None,
+        min_tokens: int = 0,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        repetition_context_size: int = 0,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        cache_salt: str = "",
         job_id: str | None = None,
         priority: Lane = "normal",
         deadline_s: float | None = None,
@@ -133,7 +139,7 @@ class Producer:
         """Puts a job on the queue. When this returns, the job is stored and will end.
 
         Give one of `messages`, `prompt` (raw text, no template) and `prompt_token_ids`. The
-        fields up to `ignore_eos` are those of `Job`. A `job_id` that was submitted before
+        fields up to `cache_salt` are those of `Job`. A `job_id` that was submitted before
         gives the handle of that job. `deadline_s`: seconds from now until the job fails with
         deadline_exceeded.
 
@@ -145,17 +151,23 @@ class Producer:
             prompt=prompt,
             prompt_token_ids=None if prompt_token_ids is None else list(prompt_token_ids),
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            repetition_context_size=repetition_context_size,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             logit_bias=cast(dict[int, float], dict(logit_bias or {})),
             seed=seed,
             stop=stop if isinstance(stop, str) else list(stop),
+            stop_token_ids=list(stop_token_ids),
             ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            cache_salt=cache_salt,
         )
         if priority not in LANES:
             raise BadRequest(f"priority must be high, normal or low, not {priority!r}")

@@ -29,7 +29,7 @@ ABORT_KEY_S = 3_600
 class Result(wire.Result, frozen=True):
     """The whole output of a job that is done or aborted. `attempts`: how often it was taken."""
 
-    attempts: int = 1
+    attempts: int = msgspec.field(default_factory=lambda: 1)  # so that 1 is written out too
 
 
 class Ended(NamedTuple):
@@ -179,9 +179,12 @@ class JobHandle:
             return Result(**fields, attempts=terminal.attempts)
         async with aclosing(self.events()) as events:
             tokens = [event async for event in events if isinstance(event, Token)]
+        token_ids = [token_id for token in tokens for token_id in token.ids]
+        logprobs = [logprob for token in tokens for logprob in token.logprobs or ()]
         return Result(
             text="".join(token.text for token in tokens if token.channel is None),
-            token_ids=[token_id for token in tokens for token_id in token.ids],
+            token_ids=token_ids,
+            logprobs=logprobs if len(logprobs) == len(token_ids) > 0 else None,
             finish_reason=terminal.finish_reason,
             usage=terminal.usage,
             attempts=terminal.attempts,

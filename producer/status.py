@@ -14,7 +14,11 @@ from mlxq.protocol.keys import GROUP, LANES, Keys, Lane
 
 
 class WorkerStatus(Struct, frozen=True):
-    """The `worker:OWNER` hash; fields that a worker did not write are empty or 0."""
+    """The `worker:OWNER` hash; fields that a worker did not write are empty or 0.
+
+    running     jobs it holds; more than `slots` while jobs of a higher lane have the slots
+    state       serving, or draining: it takes no more jobs
+    """
 
     name: str
     owner: str = ""
@@ -24,9 +28,19 @@ class WorkerStatus(Struct, frozen=True):
     pid: int = 0
     slots: int = 0
     running: int = 0
+    state: str = ""
     tokens_per_s: float = 0.0
     jobs_per_s: float = 0.0
     seen_ms: int = 0
+
+    @property
+    def free(self) -> int:
+        """Slots for new jobs."""
+        return 0 if self.draining else max(0, self.slots - self.running)
+
+    @property
+    def draining(self) -> bool:
+        return self.state == "draining"
 
 
 class Status(Struct, frozen=True):
@@ -48,10 +62,10 @@ class Status(Struct, frozen=True):
     @property
     def estimated_wait_s(self) -> float | None:
         """Seconds until a job submitted now begins, at the present rate; None: nothing moves."""
-        free = sum(worker.slots - worker.running for worker in self.workers)
+        free = sum(worker.free for worker in self.workers)
         if self.workers and self.waiting < free:
             return 0.0
-        rate = sum(worker.jobs_per_s for worker in self.workers)
+        rate = sum(worker.jobs_per_s for worker in self.workers if not worker.draining)
         return (self.waiting + 1) / rate if rate > 0 else None
 
 

@@ -43,7 +43,7 @@ def _cells(worker: WorkerStatus, now_ms: int) -> tuple[str, ...]:
     return (
         worker.name,
         worker.model or "-",
-        f"{worker.running}/{worker.slots}",
+        f"{worker.running}/{worker.slots}" + (" draining" if worker.draining else ""),
         f"{worker.tokens_per_s:.1f}",
         f"{worker.jobs_per_s:.2f}",
         worker.host or "-",

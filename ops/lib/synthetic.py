@@ -108,10 +108,12 @@ class Vocabulary:
 class SyntheticRow:
     """`reading`: steps until the prompt is read; the last of them gives the first token."""
 
-    __slots__ = ("key", "seed", "start", "position", "end", "reading")
+    __slots__ = ("key", "priority", "seed", "start", "position", "end", "reading", "begun")
 
     def __init__(self, request: Admit, reading: int) -> None:
         self.key = request.key
+        self.priority = request.priority
+        self.begun = False
         self.seed = zlib.crc32(request.key.job_id.encode())
         self.start = self.position = len(request.generated)
         self.end = request.max_tokens
@@ -119,10 +121,14 @@ class SyntheticRow:
 
 
 class SyntheticBatch:
-    """A `Batch`: one token per row and step, all rows at once. Engine thread only.
+    """A `Batch`: one token per step and row with a slot. Engine thread only.
 
+    Slots go to the highest priority, and among equals to who came first; the others are parked.
+
+    max_batch       rows with a slot
     step_s          time from one step to the next, as far as the machine keeps up
     prefill_step    prompt ids that one row reads per step
+    parks           False: no memory for parked rows; one that loses its slot is preempted
     choose          the id of a row's seed and position
     """
 
@@ -130,11 +136,15 @@ class SyntheticBatch:
         self,
         faults: Faults,
         *,
+        max_batch: int,
         step_s: float,
         prefill_step: int,
+        parks: bool = True,
         choose: Callable[[int, int], int] = _token,
     ) -> None:
         self.info = INFO
+        self._max_batch = max_batch
+        self._parks = parks
         self._faults = faults
         self._step_s = step_s
         self._prefill_step = prefill_step
@@ -160,11 +170,13 @@ class SyntheticBatch:
 
     def step(self) -> list[Output]:
         self._pace()
-        outputs = []
-        ended = []
-        for key, row in self._rows.items():
-            position = row.position
+        running, outputs = self._share_out()
+        for row in running:
+            key, position = row.key, row.position
             self._faults.in_engine(key.job_id, position, position > row.start)
+            if not row.begun:
+                row.begun = True
+                outputs.append(Output(key, [], cached=0))
             if row.reading > 1:
                 row.reading -= 1
                 continue
@@ -174,10 +186,23 @@ class SyntheticBatch:
                 outputs.append(Output(key, [token]))
             else:
                 outputs.append(Output(key, [token], "length"))
-                ended.append(key)
-        for key in ended:
-            del self._rows[key]
+                del self._rows[key]
         return outputs
+
+    def _share_out(self) -> tuple[list[SyntheticRow], list[Output]]:
+        """The rows with a slot, and what becomes of the others."""
+        rows = list(self._rows.values())
+        if len(rows) <= self._max_batch:
+            return rows, []
+        rows.sort(key=lambda row: row.priority)  # stable: the order of coming among equals
+        if self._parks:
+            return rows[: self._max_batch], []
+        outputs = []
+        for row in rows[self._max_batch :]:
+            if row.begun:
+                del self._rows[row.key]
+                outputs.append(Output(row.key, [], "preempted"))
+        return rows[: self._max_batch], outputs
 
     def _pace(self) -> None:
         now_s = time.monotonic()
@@ -224,6 +249,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stall-timeout-s", type=float, default=60.0)
     parser.add_argument("--prefill-step", type=int, default=512)
     parser.add_argument("--step-ms", type=float, default=2.0, help="time from step to step")
+    parser.add_argument("--no-parking", action="store_true", help="rows without a slot go back")
     parser.add_argument("--stamp", action="store_true", help="ids are the time they are chosen")
     parser.add_argument("--jump-s", type=float, default=3600.0, help="on SIGUSR1 and SIGUSR2")
     parser.add_argument("--metrics-port", type=int)
@@ -251,9 +277,14 @@ def main(arguments: Sequence[str]) -> int:
     Clocks(options.jump_s).install()
 
     def load() -> SyntheticBatch:
-        step_s, prefill_step = options.step_ms / 1000, config.prefill_step
-        choose = stamp if options.stamp else _token
-        return SyntheticBatch(faults, step_s=step_s, prefill_step=prefill_step, choose=choose)
+        return SyntheticBatch(
+            faults,
+            max_batch=config.max_batch,
+            step_s=options.step_ms / 1000,
+            prefill_step=config.prefill_step,
+            parks=not options.no_parking,
+            choose=stamp if options.stamp else _token,
+        )
 
     async def run() -> int:
         orders = Orders()

@@ -33,7 +33,7 @@ async def fleet(url: str, queue: str) -> AsyncIterator[None]:
     orders = [Orders() for _ in range(WORKERS)]
 
     def load() -> SyntheticBatch:
-        return SyntheticBatch(Faults(), step_s=0.02, prefill_step=512)
+        return SyntheticBatch(Faults(), max_batch=SLOTS, step_s=0.02, prefill_step=512)
 
     async def work(number: int) -> int:
         config = Config("synthetic", url, queue, name=f"mac{number}", max_batch=SLOTS)

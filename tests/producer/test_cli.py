@@ -340,6 +340,9 @@ async def test_status(shell: Shell, producer: Producer, client: Redis, keys: Key
     status = json.loads(out)
     assert status["jobs"] == {"high": 1, "normal": 2, "low": 0}
     assert [each["name"] for each in status["workers"]] == ["mac1", "mac2"]
+    await client.hset(keys.worker("mac1"), "state", "draining")
+    code, out, _ = await shell.run("status")
+    assert "mac1    smol   3/16 draining" in out and "estimated wait unknown" in out
 
 
 async def test_the_library_needs_redis_and_msgspec_alone(shell: Shell) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 from contextlib import aclosing
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from mlxq.producer import Done, MlxqError, Producer, Result
-from mlxq.protocol.events import Timings, Usage
+from mlxq.protocol.events import Timings, Token, TokenLogprob, Usage
+from mlxq.protocol.jobs import Job
 from mlxq.protocol.keys import Keys
 from tests.producer.hand import HandWorker
 from tests.producer.reading import check_complete, collect, text_of, until
@@ -83,6 +86,34 @@ async def test_abort_of_a_running_job_keeps_what_was_said(
     result = await job.result()
     assert (result.text, result.token_ids, result.finish_reason) == ("so far", [0, 1], "aborted")
     assert (result.attempts, result.usage.completion_tokens) == (1, 2)
+
+
+async def test_what_a_job_can_say_is_what_submit_takes(
+    producer: Producer, worker: HandWorker
+) -> None:
+    fields: dict[str, Any] = {
+        **{"min_tokens": 2, "repetition_context_size": 9, "stop_token_ids": [7]},
+        **{"logprobs": True, "top_logprobs": 1, "cache_salt": "tenant"},
+    }
+    await producer.submit(prompt="a", **fields)
+    assert json.loads((await worker.take()).spec).items() >= fields.items()
+    taken = set(inspect.signature(Producer.submit).parameters)
+    assert set(Job.__struct_fields__) <= taken
+
+
+async def test_logprobs_of_an_aborted_job_are_those_of_its_events(
+    producer: Producer, worker: HandWorker
+) -> None:
+    job = await producer.submit(prompt="a", logprobs=True)
+    hand = await worker.take()
+    await hand.start()
+    entries = [TokenLogprob("a", -0.5), TokenLogprob("b", -1.0)]
+    for number, entry in enumerate(entries):
+        hand.tokens += 1
+        await hand.emit(Token(text=entry.token, ids=[number], logprobs=[entry]))
+    await job.abort()
+    result = await job.result()
+    assert (result.text, result.logprobs) == ("ab", entries)
 
 
 async def test_abort_of_finished_and_unknown_jobs(producer: Producer, worker: HandWorker) -> None:

@@ -63,6 +63,55 @@ async def test_every_8th_job_comes_from_the_lowest_lane(wire: Wire) -> None:
     assert [i for i, job_id in enumerate(taken, start=1) if job_id.startswith("low")] == [8, 16]
 
 
+async def test_a_job_comes_with_its_lane_and_one_whose_turn_has_come_as_a_high_one(
+    wire: Wire,
+) -> None:
+    """In its worker it would wait for those it has passed; it is not to be parked for them."""
+    for lane in LANES:
+        await wire.enqueue(f"{lane}1", lane)
+        await wire.enqueue(f"{lane}2", lane)
+    first = await wire.take("w1", 5)
+    assert [(job.id, job.lane) for job in first.jobs] == [
+        *(("high1", "high"), ("high2", "high"), ("normal1", "normal"), ("normal2", "normal")),
+        ("low1", "low"),
+    ]
+    await wire.enqueue("low3", "low")
+    # The 8th, but it passes nobody.
+    assert [(job.id, job.lane) for job in (await wire.take("w1", 3)).jobs] == [
+        ("low2", "low"),
+        ("low3", "low"),
+    ]
+    await wire.enqueue("low4", "low")
+    await wire.enqueue("high3", "high")
+    assert [(job.id, job.lane) for job in (await wire.take()).jobs] == [("low4", "high")]
+
+
+async def test_a_take_of_the_higher_lanes_alone(wire: Wire) -> None:
+    for lane in LANES:
+        await wire.enqueue(f"{lane}1", lane)
+    assert await wire.take_ids(n=4, lanes=1) == ["high1"]
+    assert await wire.take_ids(n=4, lanes=2) == ["normal1"]
+    assert await wire.take_ids(n=4, lanes=2) == []
+    await wire.lapse("high1", "normal1")
+    assert await wire.take_ids("w2", n=4, lanes=1) == ["high1"]
+    assert await wire.take_ids("w2", n=4) == ["normal1", "low1"]
+
+
+async def test_a_take_of_the_higher_lanes_takes_no_turn_from_the_lowest(wire: Wire) -> None:
+    for i in range(20):
+        await wire.enqueue(f"high{i}", "high")
+        await wire.enqueue(f"low{i}", "low")
+    assert len(await wire.take_ids(n=7)) == 7
+    assert await wire.take_ids(n=2, lanes=1) == ["high7", "high8"]
+    assert await wire.take_ids() == ["low0"]
+
+
+async def test_a_take_of_the_higher_lanes_brings_back_what_was_lost(wire: Wire) -> None:
+    await wire.enqueue("a", "low")
+    assert await wire.take_ids("w1") == ["a"]  # and the reply is lost
+    assert await wire.take_ids("w1", recover=True, lanes=1) == ["a"]
+
+
 async def test_aging_counts_jobs_and_not_calls(wire: Wire) -> None:
     for i in range(40):
         await wire.enqueue(f"high{i}", "high")

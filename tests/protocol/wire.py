@@ -55,11 +55,14 @@ class Wire:
         lease_ms: int = LEASE_MS,
         alone: bool = False,
         recover: bool = False,
+        lanes: int = len(LANES),
     ) -> Take:
-        call = self.scripts.take(owner, n, lease_ms=lease_ms, alone=alone, recover=recover)
+        call = self.scripts.take(
+            owner, n, lease_ms=lease_ms, alone=alone, recover=recover, lanes=lanes
+        )
         return await run(self.client, call)
 
-    async def take_ids(self, owner: str = "w1", n: int = 1, **options: bool) -> list[str]:
+    async def take_ids(self, owner: str = "w1", n: int = 1, **options: Any) -> list[str]:
         return [job.id for job in (await self.take(owner, n, **options)).jobs]
 
     async def emit(self, owner: str, *items: EmitItem) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,9 +62,15 @@ def test_all_that_a_job_says_is_passed_on() -> None:
         "presence_penalty": -1.0,
         "frequency_penalty": 2.0,
         "seed": 7,
+        "min_tokens": 2,
     }
-    admitted = admit(prompt="ab", logit_bias={"3": -100, "4": 0.5}, **sampling)
-    assert admitted.sampling == SamplingParams(logit_bias={3: -100.0, 4: 0.5}, **sampling)  # type: ignore[arg-type]
+    others = {"repetition_context_size": 9, "logprobs": True, "top_logprobs": 3, "cache_salt": "t"}
+    admitted = admit(prompt="ab", logit_bias={"3": -100, "4": 0.5}, **sampling, **others)
+    assert admitted.sampling == SamplingParams(
+        logit_bias={3: -100.0, 4: 0.5}, repetition_window=9, logprobs=3, **sampling
+    )  # type: ignore[arg-type]
+    assert admitted.job.cache_salt == "t"
+    assert admit(prompt="ab", logprobs=True).sampling.logprobs == 0
 
 
 def test_seed_follows_from_the_job_id_alone() -> None:
@@ -84,6 +91,42 @@ def test_stops() -> None:
     assert admit(prompt="ab", stop="x").stops == ["x"]
     assert admit(prompt="ab", stop=["x", "yz"]).stops == ["x", "yz"]
     assert admit(prompt="ab", ignore_eos=True).stop_ids == frozenset()
+    assert admit(prompt="ab", stop_token_ids=[3]).stop_ids == EOS | {3}
+    assert admit(prompt="ab", stop_token_ids=[3], ignore_eos=True).stop_ids == {3}
+    with pytest.raises(BadRequest, match=f"stop_token_ids has token id {VOCABULARY}"):
+        admit(prompt="ab", stop_token_ids=[VOCABULARY])
+
+
+def test_min_tokens_must_fit_too() -> None:
+    small = Admission(TOKENIZER, INFO, default_max_tokens=8)
+    spec = json.dumps({"prompt_token_ids": [1], "min_tokens": 20}).encode()
+    assert small.admit(spec, "job").max_tokens == 20
+    with pytest.raises(ContextOverflow, match=f"1 tokens \\+ min_tokens {CONTEXT} = {CONTEXT + 1}"):
+        admit(prompt_token_ids=[1], min_tokens=CONTEXT)
+
+
+def test_a_job_must_fit_the_kv_memory() -> None:
+    """10 bytes for each of 50 positions and 100 for the row: less than the context has."""
+    tight = replace(INFO, kv_bytes_per_token=10, kv_row_bytes=100, kv_budget_bytes=609)
+    admission = Admission(TOKENIZER, tight)
+
+    def fitted(**job: Any) -> Admitted:
+        return admission.admit(json.dumps(job).encode(), "job")
+
+    assert fitted(prompt_token_ids=[1] * 20, max_tokens=5).kv_bytes == 350
+    assert fitted(prompt_token_ids=[1] * 20).max_tokens == 30
+    with pytest.raises(ContextOverflow) as refusal:
+        fitted(prompt_token_ids=[1] * 20, max_tokens=31)
+    assert str(refusal.value) == (
+        "the prompt of 20 tokens + max_tokens 31 = 51 exceed "
+        "the 50 tokens that this worker has KV memory for"
+    )
+    with pytest.raises(ContextOverflow, match="leaves no room for output in the 50 tokens"):
+        fitted(prompt_token_ids=[1] * 50)
+    with pytest.raises(ContextOverflow, match="characters does not fit the 50 tokens"):
+        fitted(prompt="ab " * 10_000)
+    roomy = Admission(TOKENIZER, replace(tight, kv_budget_bytes=10**6))
+    assert roomy.admit(b'{"prompt_token_ids":[1]}', "job").max_tokens == CONTEXT - 1
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 40, CONTEXT - 1])

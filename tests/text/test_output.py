@@ -62,6 +62,21 @@ def test_every_prefix_shows_what_the_rule_says(ids: list[int], stops: list[str])
         assert (under_test.ids, under_test.stopped) == (ids[:taken], stopped)
 
 
+@given(ids=IDS, stops=STOPS, min_tokens=st.integers(0, 8))
+def test_no_stop_begins_before_min_tokens(
+    ids: list[int], stops: list[str], min_tokens: int
+) -> None:
+    under_test = OutputStage(sample("byte_level")[0], stops, min_tokens)
+    for token in ids:
+        under_test.feed([token])
+    texts = [*map(sample("byte_level")[0].detokenizer().feed, ids)]
+    exempt = "".join(texts[:min_tokens])
+    text, taken, stopped = expected(texts[min_tokens:], stops)
+    assert under_test.text == exempt + text
+    assert under_test.ids == ids[: min(len(ids), min_tokens) + taken]
+    assert under_test.stopped == stopped
+
+
 @given(ids=IDS, stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=8))
 def test_grouping_makes_no_difference(ids: list[int], stops: list[str], cuts: list[int]) -> None:
     alone, grouped = stage(stops), stage(stops)

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from mlxq.protocol.keys import Keys
 from mlxq.protocol.scripts import Enqueued, Scripts, run
+from mlxq.worker.chat import Tokenizer
 from mlxq.worker.config import Config
 from mlxq.worker.engine.thread import Batch
 from mlxq.worker.orders import Order, Orders
@@ -21,10 +22,12 @@ from mlxq.worker.service import serve
 class Running:
     """A worker that runs in this loop."""
 
-    def __init__(self, config: Config, load: Callable[[], Batch]) -> None:
+    def __init__(
+        self, config: Config, load: Callable[[], Batch], load_tokenizer: Callable[[str], Tokenizer]
+    ) -> None:
         self.config = config
         self.orders = Orders()
-        self.exit = asyncio.create_task(serve(config, load, self.orders))
+        self.exit = asyncio.create_task(serve(config, load, self.orders, load_tokenizer))
 
     async def stop(self, order: Order = Order.DRAIN) -> int:
         """Gives the order and returns the exit code."""
@@ -33,9 +36,13 @@ class Running:
 
 
 @asynccontextmanager
-async def running(load: Callable[[], Batch], **settings: Any) -> AsyncIterator[Running]:
+async def running(
+    load: Callable[[], Batch],
+    load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
+    **settings: Any,
+) -> AsyncIterator[Running]:
     """A worker of these settings; released at the end unless it has ended by itself."""
-    worker = Running(Config(model="fake", **settings), load)
+    worker = Running(Config(model="fake", **settings), load, load_tokenizer)
     try:
         yield worker
     finally:

@@ -16,7 +16,7 @@ from tests.worker.fakes import FakeBatch
 from tests.worker.harness import Submitter, running
 
 
-def _read(port: int) -> dict[str, float]:
+def read_metrics(port: int) -> dict[str, float]:
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     return {
@@ -43,7 +43,7 @@ async def test_metrics_and_presence_follow_the_jobs(
         batch.allow(3)
         await submitter.until("a", tokens=2)
         await asyncio.sleep(2.5)  # presence is written every two seconds
-        found = await asyncio.to_thread(_read, port)
+        found = await asyncio.to_thread(read_metrics, port)
         assert found["mlxq:num_jobs_running"] == 2
         assert found["mlxq:num_jobs_waiting"] == 1
         assert found["mlxq:num_slots"] == 2
@@ -57,7 +57,7 @@ async def test_metrics_and_presence_follow_the_jobs(
             await submitter.terminal(job)
         await submitter.enqueue("bad", b"{}")
         await submitter.terminal("bad")
-        found = await asyncio.to_thread(_read, port)
+        found = await asyncio.to_thread(read_metrics, port)
     tokens = sum([int((await submitter.job(job))["tokens"]) for job in ("a", "b", "c")])
     assert found["mlxq:generation_tokens_total"] == tokens
     assert found["mlxq:prompt_tokens_total"] == sum(len(r.prompt) for r in batch.admitted)
