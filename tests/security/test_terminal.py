@@ -52,9 +52,10 @@ async def test_text_of_a_model(server: Server, queue: str, hand: HandWorker) -> 
         held = await hand.take()
         await held.start()
         await held.finish("before", ORDER, "after")
-    shown = await asyncio.to_thread(followed, server, queue)
-    assert "before" in shown and "after" in shown
-    assert not any(char in shown for char in "\x1b\x07\x9b")
+    for flags in ((), ("--json",)):
+        shown = await asyncio.to_thread(followed, server, queue, *flags)
+        assert "before" in shown and "after" in shown
+        assert not any(char in shown for char in "\x1b\x07\x9b")
     piped = await asyncio.to_thread(
         CliRunner().invoke, app, ["follow", "a", "--queue", queue, "--redis", server.url]
     )
