@@ -36,12 +36,10 @@ class Running:
 
 
 @asynccontextmanager
-async def running(
-    load: Callable[[], Batch],
-    load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
-    **settings: Any,
-) -> AsyncIterator[Running]:
-    """A worker of these settings; released at the end unless it has ended by itself."""
+async def running(load: Callable[[], Batch], **settings: Any) -> AsyncIterator[Running]:
+    """A worker of these settings (and `load_tokenizer`); released at the end unless it has ended
+    by itself."""
+    load_tokenizer = settings.pop("load_tokenizer", Tokenizer.load)
     worker = Running(Config(model="fake", **settings), load, load_tokenizer)
     try:
         yield worker
