@@ -30,12 +30,14 @@ class Tokenizer:
         self.longest_token = max(map(len, tokenizer.get_vocab()))
 
     @classmethod
-    def load(cls, path: str) -> Tokenizer:
-        """The tokenizer in a model's folder. Code in the folder is never run."""
+    def load(cls, path: str, *, trust_remote_code: bool = False) -> Tokenizer:
+        """The tokenizer in a model's folder. Code in the folder runs only if it is trusted."""
         from transformers import AutoTokenizer  # takes a second, which --help need not pay
 
         return cls(
-            AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         )
 
     def encode(self, text: str) -> list[int]:

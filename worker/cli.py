@@ -13,6 +13,15 @@ from mlxq.worker.config import EXIT_BAD_CONFIG, BadConfig, Config, default_name
 
 def worker(
     model: Annotated[str, typer.Argument(help="Local model folder or hub name.")],
+    adapter: Annotated[
+        str, typer.Option(envvar="MLXQ_ADAPTER", help="LoRA weights: a folder or hub name.")
+    ] = "",
+    revision: Annotated[
+        str, typer.Option(envvar="MLXQ_REVISION", help="Branch, tag or commit on the hub.")
+    ] = "",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
     redis: Annotated[
         str,
         typer.Option(
@@ -88,6 +97,9 @@ def worker(
             default_max_tokens=default_max_tokens,
             metrics_host=metrics_host,
             metrics_port=metrics_port,
+            adapter=adapter,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
         )
         if log_level not in ("debug", "info", "warning", "error"):
             raise BadConfig("--log-level must be debug, info, warning or error")
@@ -99,18 +111,23 @@ def worker(
 
 def _run(config: Config, log_level: str) -> int:
     # Imported late: --help and a bad flag need no MLX, and no second to load it.
+    from mlxq.worker.chat import Tokenizer
     from mlxq.worker.engine.batch import load_batch
+    from mlxq.worker.engine.models import Source
     from mlxq.worker.log import configure
     from mlxq.worker.orders import Orders
     from mlxq.worker.service import serve
 
     async def main() -> int:
         orders = Orders()
+        trust = config.trust_remote_code
+        source = Source(config.model, config.adapter, config.revision, trust)
         load = partial(
-            load_batch, config.model, max_batch=config.max_batch, prefill_step=config.prefill_step
+            load_batch, source, max_batch=config.max_batch, prefill_step=config.prefill_step
         )
+        load_tokenizer = partial(Tokenizer.load, trust_remote_code=trust)
         with orders.listening():
-            return await serve(config, load, orders)
+            return await serve(config, load, orders, load_tokenizer)
 
     configure(log_level, worker=config.name, owner=config.owner)
     return asyncio.run(main())

@@ -40,6 +40,9 @@ class Config:
     stall_timeout_s    an engine with work and no progress for this long is taken for hung
     prefill_step       prompt tokens per prefill chunk
     shards             over how many names the queue is split; the same for all of a deployment
+    adapter            LoRA weights on top of the model, a folder or hub name; "": none
+    revision           branch, tag or commit of the model on the hub; "": the newest
+    trust_remote_code  whether code that comes with the model may run
     metrics_host    the address that metrics are served on, to anybody who reaches it
     """
 
@@ -56,6 +59,9 @@ class Config:
     default_max_tokens: int = 1024
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
+    adapter: str = ""
+    revision: str = ""
+    trust_remote_code: bool = False
     owner: str = ""
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import structlog
 from mlx_lm.generate import GenerationBatch
 
-from mlxq.worker.engine.models import LoadedModel, ModelError, load_model, one_line
+from mlxq.worker.engine.models import LoadedModel, ModelError, Source, load_model, one_line
 from mlxq.worker.engine.prefill import Prefill, padding_is_exact
 from mlxq.worker.engine.request import Admit, Output, RowKey, SamplingParams
 from mlxq.worker.engine.sampling import greedy
@@ -35,8 +35,8 @@ _PROBES = (
 _log = structlog.get_logger()
 
 
-def load_batch(source: str, *, max_batch: int = 32, prefill_step: int = 512) -> MlxBatch:
-    """Loads a model (local folder or hub name) and warms it up, on the engine thread.
+def load_batch(source: Source | str, *, max_batch: int = 32, prefill_step: int = 512) -> MlxBatch:
+    """Loads a model and warms it up, on the engine thread.
 
     Raises ModelError; the thread must then end. The wired limit stays at 0, the default of MLX:
     wired memory together with a churn of buffers has made macOS panic, which mlx-lm's

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import mlx.core as mx
-import mlx_lm.utils
+import structlog
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import disable_progress_bars
 
 from mlxq.protocol.errors import MlxqError
 from mlxq.worker.engine.fingerprint import fingerprint
+from mlxq.worker.engine.library import load_network
+from mlxq.worker.engine.network import Network
 from mlxq.worker.engine.request import ModelInfo
 
 NO_LIMIT = 2**31 - 1
 """Context length of a model that states none, such as a recurrent one."""
 
 _FILES = ["*.json", "*.jinja", "*.txt", "model*.safetensors", "tokenizer.model", "*.tiktoken"]
+_CODE_FILES = ["*.py"]
+_ADAPTER_FILES = ["adapter_config.json", "adapters.safetensors", "weights.safetensors"]
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+_log = structlog.get_logger()
 
 
 class ModelError(MlxqError):
@@ -29,56 +36,87 @@ class ModelError(MlxqError):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`network(ids (rows, length), cache=...)` gives logits (rows, length, vocabulary)."""
+    """A network and what must be known of it."""
 
-    network: Any
+    network: Network
     info: ModelInfo
 
 
-def load_model(source: str) -> LoadedModel:
-    """Loads a text model with mlx-lm, on the calling thread, which must be the one that runs it.
+class Source(NamedTuple):
+    """Which model, and how to load it.
 
-    source is a local folder or a hub name. Code that comes with a model is never run; the
-    tokenizer is not loaded. Raises ModelError.
+    model              local folder or hub name
+    adapter            the same of LoRA weights on top of it; "": none
+    revision           branch, tag or commit of the model on the hub; "": the newest
+    trust_remote_code  whether code that comes with the model may run
     """
-    folder = find_model(source)
+
+    model: str
+    adapter: str = ""
+    revision: str = ""
+    trust_remote_code: bool = False
+
+
+def load_model(source: Source | str) -> LoadedModel:
+    """Loads a model on the calling thread, which must be the one that runs it.
+
+    Of a multimodal model only the language part is loaded. The tokenizer is not. A plain string is
+    the model of a Source. Raises ModelError.
+    """
+    model, adapter, revision, trusted = source if isinstance(source, Source) else Source(source)
+    folder = find(model, "config.json", _FILES + _CODE_FILES if trusted else _FILES, revision)
+    adapted = find(adapter, "adapter_config.json", _ADAPTER_FILES) if adapter else None
     try:
-        network, config = mlx_lm.utils.load_model(folder)
-        # Shapes are known before anything is computed: this costs no forward pass.
-        vocab_size: int = network(mx.zeros((1, 1), mx.int32)).shape[-1]
+        config = _read_json(folder / "config.json")
+        network, library = load_network(folder, config, adapter=adapted, trust_remote_code=trusted)
         info = ModelInfo(
-            name=folder.name if Path(source).expanduser().is_dir() else source,
+            name=_name(model) + (f"+{_name(adapter)}" if adapter else ""),
             path=str(folder),
-            fingerprint=fingerprint(folder),
-            vocab_size=vocab_size,
+            fingerprint=fingerprint(folder, adapted),
+            vocab_size=network.vocab_size,
             context_length=context_length(folder, config),
             eos_ids=eos_ids(folder),
         )
     except Exception as error:
         raise ModelError(f"cannot load the model in {folder}: {one_line(error)}") from error
+    _log.info("model_read", model=info.name, library=library, layers=network.describe())
     return LoadedModel(network, info)
 
 
-def find_model(source: str) -> Path:
-    """The folder of a model: `source` itself, or the hub's snapshot of it, fetched if need be."""
+def find(source: str, marker: str, patterns: list[str], revision: str = "") -> Path:
+    """The folder that `source` names, or the hub's snapshot of it, fetched if need be.
+
+    marker    a file that the folder must have
+    patterns  of the files to fetch
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{source} is no model folder: it has no config.json")
+        if revision:
+            raise ModelError(f"{source} is a folder: a revision is of a model on the hub")
+        if not (folder / marker).is_file():
+            raise ModelError(f"{source} is no model folder: it has no {marker}")
         return folder.resolve()
     if source.startswith(("/", ".", "~")):
         raise ModelError(f"{source} is no folder")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    _log.info("model_fetching", source=source, revision=revision or "newest")
     try:
-        return Path(snapshot_download(source, allow_patterns=_FILES))
+        return Path(snapshot_download(source, revision=revision or None, allow_patterns=patterns))
     except Exception as error:
         raise ModelError(
             f"{source} is neither a folder nor a model the hub gave us: {one_line(error)}"
         ) from error
 
 
+def _name(source: str) -> str:
+    folder = Path(source).expanduser()
+    return folder.name if folder.is_dir() else source
+
+
 def context_length(folder: Path, config: dict[str, Any]) -> int:
     """Most positions of a row: what the config states, else the tokenizer, else NO_LIMIT."""
-    for part in (config, config.get("text_config") or {}):
+    for part in (config, _text_config(config)):
         for key in _CONTEXT_KEYS:
             if isinstance(part.get(key), int):
                 return int(part[key])
@@ -93,9 +131,8 @@ def eos_ids(folder: Path) -> frozenset[int]:
     They often name different ones: the config the end of a text, the others that of a chat turn.
     """
     config = _read_json(folder / "config.json")
-    text_config = config.get("text_config") or {}
     found: set[int] = set()
-    for part in (_read_json(folder / "generation_config.json"), config, text_config):
+    for part in (_read_json(folder / "generation_config.json"), config, _text_config(config)):
         stated = part.get("eos_token_id")
         found.update(stated if isinstance(stated, list) else [] if stated is None else [stated])
     token = _read_json(folder / "tokenizer_config.json").get("eos_token")
@@ -103,6 +140,11 @@ def eos_ids(folder: Path) -> frozenset[int]:
         text = token["content"] if isinstance(token, dict) else token
         found.update(id for id, content in _added_tokens(folder) if content == text)
     return frozenset(found)
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What the config of a multimodal model says of its language part."""
+    return config.get("text_config") or config.get("llm_config") or {}
 
 
 def _added_tokens(folder: Path) -> Iterator[tuple[int, str]]:

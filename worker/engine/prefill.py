@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxq.worker.engine.request import Admit
 from mlxq.worker.engine.sampling import greedy, make_processors, make_sampler
@@ -60,8 +60,6 @@ class Prefill:
 
 
 def padding_is_exact(network: Any) -> bool:
-    """Whether rows of different length may be prefilled side by side, padded to the longest.
-
-    An attention cache masks the padding; a recurrent state would take it in as input.
-    """
-    return all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(network))
+    """Whether rows of different length may be prefilled side by side: see `Network`."""
+    exact: bool = network.padding_is_exact
+    return exact
