@@ -8,15 +8,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from mlxq.protocol.errors import BadRequest
 from mlxq.protocol.jobs import MAX_MESSAGES, MAX_STOPS, Job, decode_job, encode_job
 from mlxq.protocol.scripts import script
+from mlxq.worker import cli
 from mlxq.worker.admission import Admission
 from mlxq.worker.chat import Tokenizer
+from mlxq.worker.config import Config
 from mlxq.worker.engine import models
 from mlxq.worker.engine.models import ModelError, load_model
 from mlxq.worker.engine.request import ModelInfo
@@ -191,12 +193,16 @@ def test_code_in_a_models_folder_is_not_run_for_the_tokenizer(
     assert not marker.exists()
 
 
-def test_nothing_turns_remote_code_on() -> None:
+def test_nothing_but_the_flag_turns_remote_code_on() -> None:
     sources = [path for name in ("worker", "producer", "protocol", "ops") for path in
                (ROOT / name).rglob("*.py")]  # fmt: skip
     assert len(sources) > 50
     for path in sources:
-        assert not re.search(r"trust_remote_code(?!\s*=\s*False)", path.read_text()), path
+        assert not re.search(r"trust_remote_code(: bool)?\s*=\s*True", path.read_text()), path
+    assert not Config("model").trust_remote_code
+    assert not models.Source("model").trust_remote_code
+    flag = get_type_hints(cli.worker, include_extras=True)["trust_remote_code"].__metadata__[0]
+    assert flag.envvar is None
 
 
 def test_the_hub_gives_neither_code_nor_pickles() -> None:
