@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mlxq.protocol.keys import LANES, Lane
 from mlxq.protocol.scripts import DONE, REPEATED, Call, Enqueued, Take, Taken
 from tests.model.handout import RELEASED, ROUNDING_S, HandOut, tally
 from tests.model.plan import Plan
@@ -91,20 +92,24 @@ class Ledger:
             job.deadline = time.time() + args[3] / 1000 if args[3] else 0.0
 
     def _take(self, args: Any, reply: Take, before: float) -> None:
-        owner, n, lease_ms, alone, recover, _ = args
+        owner, n, lease_ms, alone, recover, _, lanes = args
+        asked = LANES[:lanes]
         _check(len(reply.jobs) <= n, f"TAKE gave {len(reply.jobs)} jobs for {n} slots")
         solo = [taken for taken in reply.jobs if taken.solo]
         _check(not solo or (alone and len(reply.jobs) == 1), "a suspect was not handed out alone")
         self._check_bell(reply.bell_id)
         for job in self.jobs.values():
-            if job.current:
+            if job.current and (recover or job.plan.lane in asked):
                 job.current.seen_by(owner, bool(recover))
         for taken in reply.jobs:
             self._hand_out(taken, owner, lease_ms, before)
+            lane = self.jobs[taken.id].plan.lane
+            _check(lane in asked or recover, f"{taken.id} of lane {lane} came, of {asked} asked")
+            _check(taken.lane in (lane, "high"), f"{taken.id} of lane {lane} came as {taken.lane}")
         if len(reply.jobs) < n and not reply.more and not solo:
             if recover:
                 self._check_recovered(owner, {taken.id for taken in reply.jobs})
-            self._check_nobody_waits(reply, bool(alone and not recover), before)
+            self._check_nobody_waits(reply, asked, bool(alone and not recover), before)
         if reply.make_room:
             self.room_until = time.monotonic() + 2 * lease_ms / 1000
 
@@ -138,12 +143,15 @@ class Ledger:
         _check(taken.solo or strikes[0] == 0, f"{what} is a suspect, but not alone")
         _check(not taken.solo or strikes[1] > 0, f"{what} is no suspect, but alone")
 
-    def _check_nobody_waits(self, reply: Take, alone: bool, before: float) -> None:
+    def _check_nobody_waits(
+        self, reply: Take, asked: Sequence[Lane], alone: bool, before: float
+    ) -> None:
         """A slot stayed free: what needs nothing but a slot has one, suspects soon will."""
         waiting = [
             job.plan.id
             for job in self.jobs.values()
             if job.enqueued and (job.current is None or job.current.end in RELEASED)
+            if job.plan.lane in asked
         ]
         left, suspects = self.server.waiting(waiting)
         _check(not left, f"{left} waits while a slot is free")

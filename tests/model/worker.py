@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from mlxq.protocol.keys import LANES
 from mlxq.protocol.scripts import (
     DONE,
     GAP,
@@ -112,8 +113,10 @@ class Worker:
         """Section 7.1, with every reason not to."""
         if now < max(self.next_take, self.no_take_until) or self.flight or self.draining:
             return False
-        if len(self.rows) >= self.slots:
+        if len(self.rows) > self.slots:
             return False
+        if len(self.rows) == self.slots and self.world.rng.random() < 0.8:
+            return False  # else one of a higher lane, beyond the slots
         if any(row.solo or not row.received for row in self.rows.values()):
             return False
         if self.rows and (self.room_since is not None or self.cramped):
@@ -152,7 +155,8 @@ class Worker:
         self.last_answer = now
 
     def _take(self) -> None:
-        n = self.slots - len(self.rows)
+        n = self.slots - len(self.rows) or 1
+        lanes = len(LANES) if len(self.rows) < self.slots else self.world.rng.choice((1, 2))
         alone = not self.rows and (self.room_since is not None or self.world.rng.random() < 0.3)
         call = self.world.scripts.take(
             self.owner,
@@ -161,13 +165,15 @@ class Worker:
             alone=alone,
             recover=self.recover,
             max_crashes=self.world.max_crashes,
+            lanes=lanes,
         )
         self.recover = True  # until this one is answered
         reply: Take = self.world.net.call(self.name, call)
         self.recover = False
         self._answered()
         now = time.monotonic()
-        self.bell_id = reply.bell_id
+        if lanes == len(LANES):  # else the bell may have rung for the others
+            self.bell_id = reply.bell_id
         self.room_since = now if reply.make_room else None
         pause_s = self.lease_s / 4 * self.world.rng.uniform(0.5, 1)
         self.next_take = now if reply.more or reply.make_room else now + pause_s
