@@ -112,7 +112,7 @@ def worker(
 def _run(config: Config, log_level: str) -> int:
     # Imported late: --help and a bad flag need no MLX, and no second to load it.
     from mlxq.worker.chat import Tokenizer
-    from mlxq.worker.engine.batch import load_batch
+    from mlxq.worker.engine.load import load_batch
     from mlxq.worker.engine.models import Source
     from mlxq.worker.log import configure
     from mlxq.worker.orders import Orders

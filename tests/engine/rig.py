@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 
 from mlxq.worker.engine.batch import MlxBatch
 from mlxq.worker.engine.models import LoadedModel
-from mlxq.worker.engine.request import Admit, Output, RowKey, SamplingParams
+from mlxq.worker.engine.request import Admit, Logprob, Output, RowKey, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 STEP_LIMIT = 2_000
@@ -23,8 +23,10 @@ def request(
     max_tokens: int = 16,
     sampling: SamplingParams = GREEDY,
     stop_ids: frozenset[int] = frozenset(),
+    priority: int = 1,
 ) -> Admit:
-    return Admit(RowKey(name, 1), prompt, generated or [], max_tokens, sampling, stop_ids)
+    key = RowKey(name, 1)
+    return Admit(key, prompt, generated or [], max_tokens, sampling, stop_ids, priority)
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -41,10 +43,14 @@ def greedy_reference(loaded: LoadedModel, prompt: list[int], count: int) -> list
 class Rig:
     """A batch, and per row its ids and how it ended."""
 
-    def __init__(self, loaded: LoadedModel, *, max_batch: int = 8, prefill_step: int = 16) -> None:
-        self.batch = MlxBatch(loaded, max_batch=max_batch, prefill_step=prefill_step)
+    def __init__(
+        self, loaded: LoadedModel, *, max_batch: int = 8, prefill_step: int = 16, **options: Any
+    ) -> None:
+        self.batch = MlxBatch(loaded, max_batch=max_batch, prefill_step=prefill_step, **options)
         self.ids: dict[str, list[int]] = {}
         self.ends: dict[str, Output] = {}
+        self.cached: dict[str, int] = {}
+        self.logprobs: dict[str, list[Logprob]] = {}
         self.steps = 0
 
     def admit(self, *requests: Admit) -> None:
@@ -60,7 +66,12 @@ class Rig:
             for output in self.batch.step():
                 name = output.key.job_id
                 assert name not in self.ends, "output after the end"
-                self.ids.setdefault(name, []).extend(output.ids)
+                if output.cached is not None:
+                    assert name not in self.cached and name not in self.ids
+                    self.cached[name] = output.cached
+                if output.ids or output.finish is not None:
+                    self.ids.setdefault(name, []).extend(output.ids)
+                self.logprobs.setdefault(name, []).extend(output.logprobs or [])
                 if output.finish is not None:
                     self.ends[name] = output
 
@@ -81,7 +92,7 @@ class Rig:
         return {name: output.finish for name, output in self.ends.items()}
 
 
-def run(loaded: LoadedModel, *requests: Admit, **options: int) -> dict[str, list[int]]:
+def run(loaded: LoadedModel, *requests: Admit, **options: Any) -> dict[str, list[int]]:
     """The ids of all requests, admitted at once."""
     rig = Rig(loaded, **options)
     rig.admit(*requests)

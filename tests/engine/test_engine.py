@@ -14,7 +14,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxq.worker.engine.batch import CACHE_LIMIT_BYTES, MlxBatch, load_batch
+from mlxq.worker.engine.batch import MlxBatch
+from mlxq.worker.engine.load import load_batch
+from mlxq.worker.engine.memory import plan_memory
 from mlxq.worker.engine.models import LoadedModel, ModelError
 from mlxq.worker.engine.request import Admit, Output, RowKey, SamplingParams
 from mlxq.worker.engine.thread import EngineThread
@@ -185,12 +187,15 @@ def test_memory_limits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.ended.get(timeout=GUARD_S)
     driver.close()
     assert wired == []
-    assert mx.set_cache_limit(CACHE_LIMIT_BYTES) == CACHE_LIMIT_BYTES
+    plan = plan_memory(0)
+    assert plan.cache_limit_bytes < plan.total_bytes // 8
+    assert mx.set_cache_limit(plan.cache_limit_bytes) == plan.cache_limit_bytes
+    assert mx.set_memory_limit(plan.total_bytes) == plan.total_bytes
 
 
 SCRIPT = """
 import sys
-from mlxq.worker.engine.batch import load_batch
+from mlxq.worker.engine.load import load_batch
 from mlxq.worker.engine.request import Admit, RowKey, SamplingParams
 from mlxq.worker.engine.thread import EngineThread
 import threading

@@ -1,162 +1,143 @@
-"""The batch on mlx-lm's prefill and decode batches: slots, turns, and rows that fail alone."""
+"""The continuous batch: who waits, reads its prompt, decodes or is parked."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+import time
+from bisect import insort
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import structlog
-from mlx_lm.generate import GenerationBatch
 
-from mlxq.worker.engine.models import LoadedModel, ModelError, Source, load_model, one_line
-from mlxq.worker.engine.prefill import Prefill, padding_is_exact
-from mlxq.worker.engine.request import Admit, Output, RowKey, SamplingParams
-from mlxq.worker.engine.sampling import greedy
-
-CACHE_LIMIT_BYTES = 2 << 30
-"""Freed buffers MLX may keep. Its own limit is all of the memory: nothing would ever go back."""
-
-_PROBES = (
-    SamplingParams(
-        temperature=0.9,
-        top_p=0.9,
-        top_k=20,
-        min_p=0.05,
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        logit_bias={0: 0.1},
-    ),
-    SamplingParams(temperature=0.0),
-)
+from mlxq.worker.engine import caches
+from mlxq.worker.engine.decode import DecodeBatch
+from mlxq.worker.engine.memory import ClearRhythm, KvCost
+from mlxq.worker.engine.models import LoadedModel
+from mlxq.worker.engine.pace import Pace
+from mlxq.worker.engine.prefill import Chunk, Prefill, Ready
+from mlxq.worker.engine.prefix_cache import PrefixCache
+from mlxq.worker.engine.probe import probe
+from mlxq.worker.engine.request import NO_BOUND, Admit, Output, RowKey
+from mlxq.worker.engine.row import Row
+from mlxq.worker.engine.row_cache import CacheOptions
+from mlxq.worker.engine.turns import Turns
 
 _log = structlog.get_logger()
-
-
-def load_batch(source: Source | str, *, max_batch: int = 32, prefill_step: int = 512) -> MlxBatch:
-    """Loads a model and warms it up, on the engine thread.
-
-    Raises ModelError; the thread must then end. The wired limit stays at 0, the default of MLX:
-    wired memory together with a churn of buffers has made macOS panic, which mlx-lm's
-    BatchGenerator risks by setting it to 100 %.
-    """
-    mx.set_cache_limit(CACHE_LIMIT_BYTES)
-    try:
-        batch = MlxBatch(load_model(source), max_batch=max_batch, prefill_step=prefill_step)
-        batch.warm_up()
-    except BaseException:
-        _end_streams()
-        raise
-    return batch
-
-
-def _end_streams() -> None:
-    """A thread that ends with MLX streams of its own can abort the process at exit."""
-    mx.clear_cache()
-    mx.clear_streams()
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A row without a slot. One that waits to go alone is prefilled beside no other."""
-
-    request: Admit
-    alone: bool
-
-    @property
-    def length(self) -> int:
-        return len(self.request.prompt) + len(self.request.generated)
 
 
 class MlxBatch:
     """A `Batch`: rows wait for one of `max_batch` slots, prefill, decode. Engine thread only.
 
-    A row is in exactly one of `_waiting`, `_prefilling`, `_decoding`; the last two hold slots.
-    Decode results are handed out before any prefill can raise. A row whose prefill raises is
-    run again alone, and fails if it raises alone while a known good row does not.
+    A row is in exactly one of `_waiting`, `_prefilling`, `_decoding`; the last two hold slots. One
+    that was parked waits again, with its cache. What waits and what prefills goes by rank: the
+    higher priority first, then the earlier arrival.
+
+    A step sets a chunk of one prefill going, then a decode step, and waits for those of the call
+    before. Rows that are ready join after that. Decode results do not depend on any prefill: a row
+    whose prefill raises is run again alone, and fails if it raises alone while a known good row
+    does not.
 
     max_batch     rows with a slot
-    prefill_step  prompt ids read per step: of one long row, or of short ones together
+    prefill_step  most prompt ids that one step reads
+    kv_cost       memory of rows; None: it is not looked at
+    budget_bytes  what all rows may hold together; a single row always runs
+    prefix_cache  where rows find what others have read, and leave what they have
     """
 
-    def __init__(self, loaded: LoadedModel, *, max_batch: int, prefill_step: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        max_batch: int,
+        prefill_step: int,
+        options: CacheOptions | None = None,
+        kv_cost: KvCost | None = None,
+        budget_bytes: int = NO_BOUND,
+        cache_limit_bytes: int = NO_BOUND,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
         self.info = loaded.info
         self._network: Any = loaded.network
         self._max_batch = max_batch
-        self._prefill_step = prefill_step
-        self._side_by_side = padding_is_exact(loaded.network)
-        self._waiting: deque[_Waiting] = deque()
-        self._prefilling: deque[Prefill] = deque()
-        self._decoding = self._empty()
-        self._ended: list[Output] = []
-        self._long_had_turn = False
+        self._options = options or CacheOptions()
+        self._kv_cost = kv_cost or KvCost(0, 0)
+        self._budget_bytes = budget_bytes
+        self._prefix_cache = prefix_cache or PrefixCache.of(self._network, "", memory_bytes=0)
+        # Quantised layers are made of a single row's, one row at a time.
+        self._side_by_side = loaded.network.padding_is_exact and self._options.kv_bits is None
+        self._arrivals = count()
+        self._waiting: list[Row] = []
+        self._pace = Pace(prefill_step)
+        self._prefilling = Turns(
+            lambda rows: Prefill(self._network, rows, self._options), self._look_up, self._pace
+        )
+        self._decoding = DecodeBatch(self._network, self._options)
+        self._cancelled: set[Row] = set()
+        self._outbox: list[Output] = []
+        self._clear_rhythm = ClearRhythm(cache_limit_bytes)
+        self._chunk: tuple[Chunk, float] | None = None
+        self._launched_at: float | None = None
+        self._waited_at = 0.0
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._prefilling or self._ended or len(self._decoding))
+        decoding = len(self._decoding.rows) > len(self._cancelled)
+        return bool(decoding or self._waiting or self._prefilling.rows or self._outbox)
 
     @property
     def kv_bytes(self) -> int:
-        prefilling = sum(prefill.kv_bytes for prefill in self._prefilling)
-        decoding: int = sum(cache.nbytes for cache in self._decoding.prompt_cache)
-        return prefilling + decoding
+        return self._decoding.kv_bytes + self._prefilling.kv_bytes + self._parked_bytes()
 
     def admit(self, request: Admit) -> None:
         if len(request.generated) >= request.max_tokens:
-            self._ended.append(Output(request.key, [], "length"))
+            self._outbox.append(Output(request.key, [], "length"))
         elif reason := self._refusal(request):
-            self._ended.append(Output(request.key, [], "error", reason))
+            self._outbox.append(Output(request.key, [], "error", reason))
         else:
-            long = len(request.prompt) + len(request.generated) > self._prefill_step
-            self._waiting.append(_Waiting(request, alone=long or not self._side_by_side))
+            row = Row(request, next(self._arrivals), alone=not self._side_by_side)
+            insort(self._waiting, row, key=_rank)
 
     def cancel(self, key: RowKey) -> None:
-        self._waiting = deque(row for row in self._waiting if row.request.key != key)
-        self._prefilling = deque(
-            prefill for prefill in self._prefilling if prefill.requests[0].key != key
-        )
-        self._ended = [output for output in self._ended if output.key != key]
-        if key in self._decoding.uids:
-            rows = enumerate(self._decoding.uids)
-            self._decoding.filter([index for index, other in rows if other != key])
+        """Drops the row; one that decodes leaves with the next step, together with others."""
+        self._waiting = [row for row in self._waiting if row.key != key]
+        self._prefilling.drop(key)
+        self._outbox = [output for output in self._outbox if output.key != key]
+        self._cancelled.update(row for row in self._decoding.rows if row.key == key)
+        if len(self._cancelled) == len(self._decoding.rows):
+            self._sweep()
 
     def step(self) -> list[Output]:
-        outputs = self._decode()
-        self._prefill()
-        outputs += self._ended
-        self._ended = []
+        self._sweep()
+        self._start_waiting()
+        chunk_at, chunk = time.perf_counter(), self._read_chunk()
+        due, launch_at = self._decoding.unread > 0, time.perf_counter()
+        launched = self._decoding.launch()
+        self._await_chunk()
+        if due:
+            self._read()
+        if chunk is not None and chunk.ready is not None:
+            self._join(chunk.ready)
+        self._chunk = (chunk, chunk_at) if chunk is not None else None
+        self._launched_at = launch_at if launched else None
+        outputs, self._outbox = self._outbox, []
+        self._clear_rhythm.stepped(idle=not self.busy)
         return outputs
 
     def close(self) -> None:
-        """Frees rows and model. The thread must not use MLX any more: its streams are gone."""
-        self._network = None
+        """Frees rows and model; the thread must then end, and its streams with it."""
+        self._prefix_cache.close()
         self._waiting.clear()
-        self._prefilling.clear()
-        self._decoding = self._empty()
-        _end_streams()
-
-    def warm_up(self) -> None:
-        """Runs the probe. Raises ModelError: this model cannot run in a batch at all."""
-        try:
-            self.probe()
-        except Exception as error:
-            reason = one_line(error)
-            raise ModelError(f"{self.info.name} fails its first generation: {reason}") from error
+        self._cancelled.clear()
+        self._network = self._chunk = None
+        del self._prefilling, self._decoding
+        mx.clear_cache()
+        # A thread that ends with MLX streams of its own can abort the process at exit.
+        mx.clear_streams()
 
     def probe(self) -> None:
-        """Runs short rows of different length to their end, beside the batch; raises what they do.
-
-        The first takes every path of the sampler, so that a first job finds all of it compiled.
-        """
-        rows = self._empty()
-        for index, sampling in enumerate(_PROBES[: self._max_batch]):
-            prompt = [0] * (index + 2)
-            request = Admit(RowKey("probe", index), prompt, [], 3, sampling, frozenset())
-            rows.extend(self._new_prefill([request]).advance(len(prompt)))
-        while len(rows):
-            rows.next()
+        """Whether the engine works, apart from the rows it has; raises if not."""
+        probe(self._network, self._options, max_batch=self._max_batch)
 
     def _refusal(self, request: Admit) -> str:
         """Why a request cannot be run; empty if it can. Once it runs, it must not raise."""
@@ -169,67 +150,169 @@ class MlxBatch:
             return f"prompt and output exceed the context of {self.info.context_length}"
         return ""
 
-    def _decode(self) -> list[Output]:
-        outputs = []
-        for response in self._decoding.next():
-            ids = [] if response.finish_reason == "stop" else [response.token]
-            outputs.append(Output(response.uid, ids, response.finish_reason))
-        return outputs
+    # Decoding
 
-    def _prefill(self) -> None:
-        prefill = self._next_prefill()
-        if prefill is None:
-            return
-        try:
-            rows = prefill.advance(self._prefill_step)
-        except Exception as error:
-            self._isolate(prefill.requests, error)
-            return
-        if rows is None:
-            self._prefilling.append(prefill)
-        else:
-            self._decoding.extend(rows)
+    def _read(self) -> None:
+        """Puts out the ids of the oldest step in flight; rows that end with them leave."""
+        outputs = self._decoding.read()
+        now = time.perf_counter()
+        if self._launched_at is not None:
+            self._pace.stepped(now - max(self._launched_at, self._waited_at))
+        self._waited_at = now
+        self._outbox += outputs
+        self._leave([index for index, output in enumerate(outputs) if output.finish])
 
-    def _next_prefill(self) -> Prefill | None:
-        """New rows and long ones under way take turns, so that neither starve the others."""
-        free = self._max_batch - len(self._decoding) - len(self._prefilling)
-        can_start = free > 0 and bool(self._waiting)
-        if self._prefilling and not (can_start and self._long_had_turn):
-            self._long_had_turn = True
-            return self._prefilling.popleft()
-        if not can_start:
-            return None
-        self._long_had_turn = self._waiting[0].alone
-        return self._new_prefill(self._take_waiting(free))
+    def _sweep(self) -> None:
+        """Cancelled rows leave."""
+        if self._cancelled:
+            rows = enumerate(self._decoding.rows)
+            self._leave([index for index, row in rows if row in self._cancelled])
+            self._cancelled.clear()
 
-    def _take_waiting(self, free: int) -> list[Admit]:
-        """The first waiting row, and those behind it that fit one step beside it."""
-        first = self._waiting.popleft()
-        taken, longest = [first.request], first.length
-        while not first.alone and self._waiting and len(taken) < free:
+    def _leave(self, indices: list[int]) -> None:
+        """Rows leave the decode batch for good; the prefix cache gets what they have read."""
+        if indices and self._prefix_cache.enabled:
+            found = self._decoding.extract(indices)
+            for index, (cache, held) in zip(indices, found, strict=True):
+                self._keep_prefix(self._decoding.rows[index], cache, held)
+        self._decoding.leave(indices)
+
+    def _join(self, ready: Ready) -> None:
+        if self._prefix_cache.enabled:
+            each = range(len(ready.rows))
+            found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
+            for row, cache in zip(ready.rows, found, strict=True):
+                self._keep_prefix(row, cache, row.length)
+        self._decoding.join(ready)
+
+    # Slots and memory
+
+    def _start_waiting(self) -> None:
+        """Gives slots to waiting rows, in their order, and takes them from rows of less priority.
+
+        The first that finds no place holds up those behind it: it would wait for ever otherwise.
+        """
+        while self._waiting:
             row = self._waiting[0]
-            longest = max(longest, row.length)
-            if row.alone or longest * (len(taken) + 1) > self._prefill_step:
-                break
-            taken.append(self._waiting.popleft().request)
-        return taken
+            running = self._running()
+            full = len(running) >= self._max_batch
+            fits = self._bytes([*running, row], apart_from=row) <= self._budget_bytes
+            if not full and fits:
+                victim = None
+            else:
+                parked = [other for other in self._waiting if other.cache is not None]
+                victim = self._victim(row, running if full else running + parked)
+                if victim is None and running:
+                    return
+            if victim is not None:
+                self._set_aside(victim, row)
+            else:
+                self._prefilling.add(self._waiting.pop(0))
 
-    def _isolate(self, requests: list[Admit], error: Exception) -> None:
+    def _victim(self, row: Row, candidates: list[Row]) -> Row | None:
+        """The last of those that could make room, if its priority is lower."""
+        last = max(candidates, key=_rank, default=None)
+        return last if last and last.request.priority > row.request.priority else None
+
+    def _set_aside(self, victim: Row, row: Row) -> None:
+        """Parks the victim, if its cache and `row` both find room; else it ends as preempted."""
+        if victim in self._waiting:
+            self._waiting.remove(victim)
+        elif victim in self._decoding.rows:
+            # The step in flight belongs to the rows of now, and may bring the victim's last id.
+            if self._decoding.unread:
+                self._read()
+            if victim not in self._decoding.rows:
+                return
+            index = self._decoding.rows.index(victim)
+            ((victim.cache, victim.held),) = self._decoding.extract([index])
+            self._decoding.leave([index])
+        else:
+            self._prefilling.give_back(victim)
+        if victim.cache is not None:
+            self._keep_prefix(victim, victim.cache, victim.held)
+            bytes_together = self._bytes([*self._running(), row], apart_from=row)
+            if bytes_together + caches.kv_bytes(victim.cache) > self._budget_bytes:
+                victim.cache = None
+                self._outbox.append(Output(victim.key, [], "preempted"))
+                return
+        insort(self._waiting, victim, key=_rank)
+
+    def _running(self) -> list[Row]:
+        """The rows with slots."""
+        return self._prefilling.rows + self._decoding.rows
+
+    def _bytes(self, rows: list[Row], *, apart_from: Row) -> int:
+        """What these rows come to in the end, each padded to the longest, and what is parked."""
+        running = self._kv_cost.of_batch(len(rows), max(row.longest for row in rows))
+        return running + self._parked_bytes(apart_from)
+
+    def _parked_bytes(self, apart_from: Row | None = None) -> int:
+        return sum(
+            caches.kv_bytes(row.cache)
+            for row in self._waiting
+            if row.cache is not None and row is not apart_from
+        )
+
+    # Prefill
+
+    def _read_chunk(self) -> Chunk | None:
+        """Sets the next chunk going."""
+        turn = self._prefilling.next(decoding=bool(self._decoding.rows))
+        if turn is None:
+            return None
+        prefill, ids = turn
+        try:
+            chunk = prefill.read(ids)
+        except Exception as error:
+            self._isolate(prefill.rows, error)
+            return None
+        if chunk.ready is None:
+            self._prefilling.put_back(prefill)
+            if prefill.held in prefill.rows[0].stops:
+                self._keep_prefix(prefill.rows[0], prefill.cache, prefill.held)
+        return chunk
+
+    def _await_chunk(self) -> None:
+        """Waits for the chunk of the last call."""
+        if self._chunk is None:
+            return
+        chunk, started_at = self._chunk
+        mx.eval(chunk.done)
+        now = time.perf_counter()
+        self._pace.chunk_read(chunk.ids, chunk.context, now - max(started_at, self._waited_at))
+        self._waited_at = now
+
+    def _isolate(self, rows: list[Row], error: Exception) -> None:
         """Finds who is at fault for a prefill that raised: a row, or the engine.
 
         Rows that ran side by side start again one by one. A row that was alone is failed, unless
         the probe raises too: then the engine is broken, and must not fail one job after another.
         """
-        if len(requests) > 1:
-            self._waiting.extendleft(_Waiting(row, alone=True) for row in reversed(requests))
+        if len(rows) > 1:
+            for row in rows:
+                row.alone, row.cache, row.held = True, None, 0
+                self._prefilling.add(row)
             return
         self.probe()
-        key = requests[0].key
+        key = rows[0].key
         _log.error("prefill_failed", job=key.job_id, attempt=key.attempt, exc_info=error)
-        self._ended.append(Output(key, [], "error", f"{type(error).__name__}: {error}"))
+        self._outbox.append(Output(key, [], "error", f"{type(error).__name__}: {error}"))
 
-    def _new_prefill(self, requests: list[Admit]) -> Prefill:
-        return Prefill(self._network, requests, self.info.vocab_size)
+    def _look_up(self, row: Row) -> None:
+        """Once, when its prefill is about to begin: what others have read of it already."""
+        if row.begun:
+            return
+        row.begun = True
+        ids, salt = row.ids, row.request.cache_salt
+        if (hit := self._prefix_cache.take(ids, salt)) is not None:
+            row.cache, row.held = hit.cache, hit.length
+        row.stops = self._prefix_cache.checkpoints(ids, row.held, salt)
+        self._outbox.append(Output(row.key, [], cached=row.held))
 
-    def _empty(self) -> GenerationBatch:
-        return GenerationBatch.empty(self._network, greedy)
+    def _keep_prefix(self, row: Row, cache: caches.Cache, held: int) -> None:
+        self._prefix_cache.put(row.ids[:held], cache, row.request.cache_salt)
+
+
+def _rank(row: Row) -> tuple[int, int]:
+    return row.rank

@@ -21,6 +21,9 @@ IDLE_S = 1.0
 SHARE = 1.6
 """What a chunk may take of the time of a decode step: a step with one takes 2.6 times as long."""
 
+DOUBT = 0.01
+"""How much contexts must differ, as a share of their squares, to tell how time grows with them."""
+
 
 class _Chunk(NamedTuple):
     ids: int
@@ -81,7 +84,7 @@ class Pace:
         together = sum(
             (chunk.context - mean_context) * (chunk.id_s - mean_s) for chunk in self._chunks
         )
-        slope = max(0.0, together / spread) if spread else 0.0
-        # Less than half of the mean at no context would be an artefact of noise.
-        slope = min(slope, 0.5 * mean_s / mean_context)
+        # Contexts that hardly differ tell little of a slope: its estimate is drawn towards zero.
+        doubt = DOUBT * len(self._chunks) * mean_context**2
+        slope = min(max(0.0, together / (spread + doubt)), 0.8 * mean_s / mean_context)
         return mean_s - slope * mean_context, slope

@@ -2,64 +2,160 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
-from mlx_lm.models.cache import make_prompt_cache
+import mlx.core as mx
 
-from mlxq.worker.engine.request import Admit
-from mlxq.worker.engine.sampling import greedy, make_processors, make_sampler
+from mlxq.worker.engine import caches
+from mlxq.worker.engine.caches import Cache
+from mlxq.worker.engine.row import Row
+from mlxq.worker.engine.row_cache import CacheOptions, make_row_cache
+from mlxq.worker.engine.sampling import Drawn, Sampling
+
+
+class Ready(NamedTuple):
+    """Rows that have read all of their ids, and drawn the next.
+
+    merged  whether `cache` is that of a batch; if not, it is the own one of the single row
+    """
+
+    rows: list[Row]
+    cache: Cache
+    merged: bool
+    sampling: Sampling
+    drawn: Drawn
+
+
+class Chunk(NamedTuple):
+    """What one call has set going; nothing waits for it yet.
+
+    ids      that it reads, padding included
+    context  ids that the rows held before
+    done     evaluated when the chunk is; it holds no memory of the cache
+    ready    the rows, if these were their last ids
+    """
+
+    ids: int
+    context: int
+    done: mx.array
+    ready: Ready | None
 
 
 class Prefill:
-    """One row of any length, or a few that fit one step side by side. Engine thread only.
+    """One row, or a few side by side, that read what they do not hold yet. Engine thread only.
 
-    Their KV cache is their own until `advance` hands them over, so what raises in here harms no
-    other row.
+    Their cache is their own until they are ready, so what raises in here harms no other row.
+    A row comes with the cache that it was parked with, or that a prefix left it, and goes on
+    from there. Several rows can be read side by side only where padding is exact.
     """
 
-    def __init__(self, network: Any, requests: list[Admit], vocab_size: int) -> None:
-        self.requests = requests
+    def __init__(
+        self, network: Any, rows: Sequence[Row], options: CacheOptions | None = None
+    ) -> None:
+        self.rows = list(rows)
         self._network = network
-        self._vocab_size = vocab_size
-        self._rest = [request.prompt + request.generated for request in requests]
-        self._batch: PromptProcessingBatch | None = None
+        self._options = options or CacheOptions()
+        self._cache: Cache | None = None
+        self._rest: list[list[int]] = []
+        self._held = 0
 
     @property
-    def kv_bytes(self) -> int:
-        """Memory of the cache so far."""
-        return sum(cache.nbytes for cache in self._batch.prompt_cache) if self._batch else 0
+    def begun(self) -> bool:
+        """Whether anything has been read; until then the rows keep the caches they came with."""
+        return self._cache is not None
 
-    def advance(self, step: int) -> GenerationBatch | None:
-        """Reads at most `step` ids of each row.
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.rows[0].rank
 
-        After the last ids the rows are returned, ready to decode, their next id on the way.
+    @property
+    def goes_alone(self) -> bool:
+        """Whether it cannot be read beside others."""
+        return self.begun or self.rows[0].alone or bool(self.rows[0].stops)
+
+    @property
+    def left(self) -> int:
+        """Ids that the longest row has still to read."""
+        if self._cache is None:
+            return max(row.length - row.held for row in self.rows)
+        return max(map(len, self._rest))
+
+    @property
+    def held(self) -> int:
+        """Ids that the first row has read."""
+        return self.rows[0].held if self._cache is None else self._held
+
+    @property
+    def cache(self) -> Cache:
+        """What has been read; empty until something has."""
+        return self._cache or []
+
+    def read(self, ids: int) -> Chunk:
+        """Sets a chunk going that reads at most so many ids of each row, at least one.
+
+        Only its last position needs logits. MLX computes what is asked for: a chunk evaluates the
+        cache alone, and the last id of all is read on its own.
         """
-        if self._batch is None:
-            self._batch = self._start()
-        if max(map(len, self._rest)) <= step:
-            return self._batch.generate(self._rest)
-        self._batch.prompt([ids[:step] for ids in self._rest])
-        self._rest = [ids[step:] for ids in self._rest]
-        return None
+        cache = self._begin() if self._cache is None else self._cache
+        held, last = self._held, self.left <= ids
+        count = self.left - 1 if last else ids
+        parts = [rest[: len(rest) - 1] if last else rest[:count] for rest in self._rest]
+        if any(parts):
+            self._forward(parts, cache)
+        self._rest = [rest[len(part) :] for rest, part in zip(self._rest, parts, strict=True)]
+        self._held += count + last
+        if not last:
+            kept = caches.arrays(cache)
+            done = _after(kept[-1])
+            mx.async_eval(kept, done)  # type: ignore[no-untyped-call]
+            return Chunk(count * len(self.rows), held, done, None)
+        ready = self._draw(cache)
+        reports = ready.drawn.logprobs.arrays if ready.drawn.logprobs else []
+        kept = caches.arrays(cache)
+        mx.async_eval(kept, ready.drawn.ids, reports)  # type: ignore[no-untyped-call]
+        return Chunk((count + 1) * len(self.rows), held, ready.drawn.ids, ready)
 
-    def _start(self) -> PromptProcessingBatch:
-        requests = self.requests
-        return PromptProcessingBatch(
-            self._network,
-            uids=[request.key for request in requests],
-            caches=[make_prompt_cache(self._network) for _ in requests],
-            samplers=[make_sampler(r.sampling, len(r.generated)) for r in requests],
-            fallback_sampler=greedy,
-            logits_processors=[
-                make_processors(r.sampling, len(r.prompt), self._vocab_size) for r in requests
-            ],
-            stop_sequences=[StopSequences([(id,) for id in r.stop_ids]) for r in requests],
-            max_tokens=[r.max_tokens - len(r.generated) for r in requests],
-        )
+    def give_back(self) -> None:
+        """A single row takes what has been read along, to go on from there another time."""
+        (row,) = self.rows
+        if self._cache is not None:
+            mx.eval(caches.arrays(self._cache))
+            row.cache, row.held = self._cache, self._held
+
+    def _begin(self) -> Cache:
+        self._rest = [row.ids[row.held :] for row in self.rows]
+        self._held = self.rows[0].held
+        own = [row.cache or make_row_cache(self._network, self._options) for row in self.rows]
+        for row in self.rows:
+            row.cache, row.held = None, 0
+        self._cache = caches.merge(own) if len(own) > 1 else own[0]
+        return self._cache
+
+    def _forward(self, parts: list[list[int]], cache: Cache) -> None:
+        """Reads the next ids of every row, padded on the right to the longest."""
+        lengths = [len(part) for part in parts]
+        longest = max(lengths)
+        if min(lengths) == longest:
+            self._network(mx.array(parts, mx.int32), cache=cache)
+            return
+        # A rotating cache takes a single position for a decode step, which cannot be padded.
+        longest = max(longest, 2)
+        padding = [longest - length for length in lengths]
+        padded = [part + [0] * count for part, count in zip(parts, padding, strict=True)]
+        for entry in cache:
+            entry.prepare(lengths=lengths, right_padding=padding)
+        self._network(mx.array(padded, mx.int32), cache=cache)
+        for entry in cache:
+            entry.finalize()
+
+    def _draw(self, cache: Cache) -> Ready:
+        logits = self._network(mx.array(self._rest, mx.int32), cache=cache)[:, -1]
+        sampling = Sampling.of([row.sampling for row in self.rows], self._network.vocab_size)
+        drawn = sampling.draw(logits)
+        return Ready(self.rows, cache, len(self.rows) > 1, sampling, drawn)
 
 
-def padding_is_exact(network: Any) -> bool:
-    """Whether rows of different length may be prefilled side by side: see `Network`."""
-    exact: bool = network.padding_is_exact
-    return exact
+def _after(array: mx.array) -> mx.array:
+    """A number that is known when the array is. A part of it would keep its buffer from reuse."""
+    return array[(0,) * array.ndim] + 0

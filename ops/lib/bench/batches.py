@@ -14,7 +14,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load_model as load_raw
 
-from mlxq.worker.engine.batch import load_batch
+from mlxq.worker.engine.load import load_batch
 from mlxq.worker.engine.request import Admit, RowKey, SamplingParams
 
 PREFILL_STEP = 2048  # the most that either reads in a step; it is mlx-lm's own default

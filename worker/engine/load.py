@@ -1,0 +1,85 @@
+"""From the name of a model to a batch that is ready for rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxq.worker.engine.batch import MlxBatch
+from mlxq.worker.engine.memory import measure, model_bytes, plan_memory, set_limits
+from mlxq.worker.engine.models import LoadedModel, ModelError, Source, load_model, one_line
+from mlxq.worker.engine.prefix_cache import PrefixCache
+from mlxq.worker.engine.row_cache import CacheOptions, check_quantised
+
+
+def load_batch(
+    source: Source | str,
+    *,
+    max_batch: int = 32,
+    prefill_step: int = 2048,
+    memory_budget: float | None = None,
+    prefix_bytes: int | None = None,
+    prefix_disk: Path | None = None,
+    prefix_disk_bytes: int = 0,
+    kv_bits: int | None = None,
+    max_kv_size: int | None = None,
+) -> MlxBatch:
+    """Loads a model and warms it up, on the engine thread.
+
+    Raises ModelError; the thread must then end. For the options of memory see `plan_memory`,
+    `PrefixCache.of` and `CacheOptions`.
+    """
+    try:
+        loaded = load_model(source)
+        network = loaded.network
+        options = CacheOptions(kv_bits=kv_bits, max_kv_size=max_kv_size)
+        plan = plan_memory(model_bytes(network), budget=memory_budget, prefix_bytes=prefix_bytes)
+        set_limits(plan)
+        check_quantised(network, options)
+        cost = measure(network, options)
+        info = replace(
+            loaded.info,
+            kv_bytes_per_token=cost.bytes_per_token,
+            kv_row_bytes=cost.fixed_bytes,
+            kv_budget_bytes=plan.kv_bytes,
+            max_batch=max_batch,
+        )
+        batch = MlxBatch(
+            LoadedModel(network, info),
+            max_batch=max_batch,
+            prefill_step=prefill_step,
+            options=options,
+            kv_cost=cost,
+            budget_bytes=plan.kv_bytes,
+            cache_limit_bytes=plan.cache_limit_bytes,
+            prefix_cache=PrefixCache.of(
+                network,
+                info.fingerprint,
+                memory_bytes=plan.prefix_bytes,
+                options=options,
+                disk=prefix_disk,
+                disk_bytes=prefix_disk_bytes,
+            ),
+        )
+        _warm_up(batch)
+    except BaseException:
+        end_streams()
+        raise
+    return batch
+
+
+def _warm_up(batch: MlxBatch) -> None:
+    """Runs the probe. Raises ModelError: this model cannot run in a batch at all."""
+    try:
+        batch.probe()
+    except Exception as error:
+        name, reason = batch.info.name, one_line(error)
+        raise ModelError(f"{name} fails its first generation: {reason}") from error
+
+
+def end_streams() -> None:
+    """A thread that ends with MLX streams of its own can abort the process at exit."""
+    mx.clear_cache()
+    mx.clear_streams()
