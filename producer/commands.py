@@ -70,6 +70,7 @@ def submit(
     system: Annotated[str | None, typer.Option(help="System message in front of it.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: go on from TEXT.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Nothing ends the output before.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus: sample from this share alone.")] = 1.0,
     stop: Annotated[
@@ -101,6 +102,7 @@ def submit(
                 job = await producer.submit(
                     **_prompt(text, system, raw),
                     max_tokens=max_tokens,
+                    min_tokens=min_tokens,
                     temperature=temperature,
                     top_p=top_p,
                     stop=stop or (),

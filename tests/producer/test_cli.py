@@ -82,9 +82,11 @@ async def test_submit_streams_the_text(shell: Shell, worker: HandWorker) -> None
 
 async def test_submit_takes_a_system_message_and_stops(shell: Shell, worker: HandWorker) -> None:
     flags = ["--system", "Be brief.", "--top-p", "0.5", "--stop", "a", "--stop", "b"]
+    flags += ["--min-tokens", "3"]
     assert (await shell.run("submit", "--detach", "Hi", *flags))[0] == 0
     assert decode_job((await worker.take()).spec) == Job(
         messages=[Message("system", "Be brief."), Message("user", "Hi")],
+        min_tokens=3,
         top_p=0.5,
         stop=["a", "b"],
     )
@@ -292,6 +294,10 @@ async def test_what_is_refused(code: int, arguments: list[str], shell: Shell) ->
     [
         (["Hi", "--temperature", "-1"], "Expected `float` >= 0.0 - at --temperature"),
         (["Hi", "--max-tokens", "0"], "Expected `int` >= 1 - at --max-tokens"),
+        (
+            ["Hi", "--min-tokens", "5", "--max-tokens", "3"],
+            "--min-tokens 5 is more than --max-tokens 3",
+        ),
         (["Hi", "--top-p", "nan"], "--top-p is nan: a finite number is needed"),
         (["Hi", "--stop", "a", "--stop", ""], "Expected `str` of length >= 1 - at --stop"),
         (["Hi", "--deadline-s", "0"], "--deadline-s must be above 0 seconds, not 0.0"),
