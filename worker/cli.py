@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import typer
 
+from mlxq.worker.amounts import parse_bytes, parse_share
 from mlxq.worker.config import EXIT_BAD_CONFIG, BadConfig, Config, default_name
+
+Amount = TypeVar("Amount", int, float)
 
 
 def worker(
@@ -64,6 +69,47 @@ def worker(
         int,
         typer.Option(envvar="MLXQ_DEFAULT_MAX_TOKENS", help="For jobs that do not say max_tokens."),
     ] = 1024,
+    memory_budget: Annotated[
+        str,
+        typer.Option(
+            envvar="MLXQ_MEMORY_BUDGET",
+            metavar="SIZE",
+            help="Memory of the process, 24GB or a share of what the device recommends.",
+        ),
+    ] = "0.85",
+    prefix_cache: Annotated[
+        str,
+        typer.Option(
+            envvar="MLXQ_PREFIX_CACHE",
+            metavar="SIZE",
+            help="Of that for prompt prefixes, 4GB or a share of it; 0: none are kept.",
+        ),
+    ] = "0.1",
+    prefix_disk: Annotated[
+        str,
+        typer.Option(
+            envvar="MLXQ_PREFIX_DISK",
+            metavar="FOLDER",
+            help="Keep prefixes on disk too. All that is read is written there, once.",
+        ),
+    ] = "",
+    prefix_disk_size: Annotated[
+        str,
+        typer.Option(
+            envvar="MLXQ_PREFIX_DISK_SIZE", metavar="SIZE", help="Most that the folder holds."
+        ),
+    ] = "20GB",
+    kv_bits: Annotated[
+        int,
+        typer.Option(envvar="MLXQ_KV_BITS", help="4 or 8: quantise keys and values; 0: off."),
+    ] = 0,
+    max_kv_size: Annotated[
+        int,
+        typer.Option(
+            envvar="MLXQ_MAX_KV_SIZE",
+            help="Positions that attention looks back over; worse output beyond. 0: all.",
+        ),
+    ] = 0,
     metrics_host: Annotated[
         str,
         typer.Option(
@@ -100,6 +146,12 @@ def worker(
             adapter=adapter,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            memory_budget=_amount("--memory-budget", memory_budget, parse_share),
+            prefix_cache=_amount("--prefix-cache", prefix_cache, parse_share),
+            prefix_disk=prefix_disk,
+            prefix_disk_bytes=_amount("--prefix-disk-size", prefix_disk_size, parse_bytes),
+            kv_bits=kv_bits,
+            max_kv_size=max_kv_size,
         )
         if log_level not in ("debug", "info", "warning", "error"):
             raise BadConfig("--log-level must be debug, info, warning or error")
@@ -107,6 +159,13 @@ def worker(
         typer.echo(f"mlxq worker: {error}", err=True)
         raise typer.Exit(EXIT_BAD_CONFIG) from None
     raise typer.Exit(_run(config, log_level))
+
+
+def _amount(flag: str, text: str, parse: Callable[[str], Amount]) -> Amount:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise BadConfig(f"{flag}: {error}") from None
 
 
 def _run(config: Config, log_level: str) -> int:
@@ -118,12 +177,23 @@ def _run(config: Config, log_level: str) -> int:
     from mlxq.worker.orders import Orders
     from mlxq.worker.service import serve
 
+    disk = Path(config.prefix_disk).expanduser() if config.prefix_disk else None
+
     async def main() -> int:
         orders = Orders()
         trust = config.trust_remote_code
         source = Source(config.model, config.adapter, config.revision, trust)
         load = partial(
-            load_batch, source, max_batch=config.max_batch, prefill_step=config.prefill_step
+            load_batch,
+            source,
+            max_batch=config.max_batch,
+            prefill_step=config.prefill_step,
+            memory_budget=config.memory_budget,
+            prefix_cache=config.prefix_cache,
+            prefix_disk=disk,
+            prefix_disk_bytes=config.prefix_disk_bytes,
+            kv_bits=config.kv_bits or None,
+            max_kv_size=config.max_kv_size or None,
         )
         load_tokenizer = partial(Tokenizer.load, trust_remote_code=trust)
         with orders.listening():

@@ -43,6 +43,12 @@ class Config:
     adapter            LoRA weights on top of the model, a folder or hub name; "": none
     revision           branch, tag or commit of the model on the hub; "": the newest
     trust_remote_code  whether code that comes with the model may run
+    memory_budget      of the process: bytes, or up to 1 a share of what the device recommends
+    prefix_cache       of that for prompt prefixes: bytes, or up to 1 a share; 0: none are kept
+    prefix_disk        folder where prefixes outlive the process; "": none
+    prefix_disk_bytes  most that the folder holds
+    kv_bits            4 or 8: keys and values of rows that decode are quantised; 0: they are not
+    max_kv_size        positions attention looks back over at most; 0: all, as the model was made
     metrics_host    the address that metrics are served on, to anybody who reaches it
     """
 
@@ -62,6 +68,12 @@ class Config:
     adapter: str = ""
     revision: str = ""
     trust_remote_code: bool = False
+    memory_budget: float = 0.85
+    prefix_cache: float = 0.1
+    prefix_disk: str = ""
+    prefix_disk_bytes: int = 20 * 10**9
+    kv_bits: int = 0
+    max_kv_size: int = 0
     owner: str = ""
 
     def __post_init__(self) -> None:
@@ -73,6 +85,11 @@ class Config:
         _require(self.stall_timeout_s > 0, "--stall-timeout-s must be positive")
         _require(self.prefill_step >= 1, "--prefill-step must be at least 1")
         _require(self.default_max_tokens >= 1, "--default-max-tokens must be at least 1")
+        _require(self.memory_budget > 0, "--memory-budget must be positive")
+        _require(self.prefix_cache >= 0, "--prefix-cache must not be negative")
+        _require(self.prefix_disk_bytes >= 0, "--prefix-disk-size must not be negative")
+        _require(self.kv_bits in (0, 4, 8), "--kv-bits must be 4 or 8, or 0 for off")
+        _require(self.max_kv_size >= 0, "--max-kv-size must not be negative")
         _require(bool(self.metrics_host), "--metrics-host is empty: 0.0.0.0 is all addresses")
         port = self.metrics_port
         _require(port is None or 0 <= port <= 65535, "--metrics-port must be 0 to 65535")

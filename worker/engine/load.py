@@ -20,7 +20,7 @@ def load_batch(
     max_batch: int = 32,
     prefill_step: int = 2048,
     memory_budget: float | None = None,
-    prefix_bytes: int | None = None,
+    prefix_cache: float | None = None,
     prefix_disk: Path | None = None,
     prefix_disk_bytes: int = 0,
     kv_bits: int | None = None,
@@ -35,7 +35,7 @@ def load_batch(
         loaded = load_model(source)
         network = loaded.network
         options = CacheOptions(kv_bits=kv_bits, max_kv_size=max_kv_size)
-        plan = plan_memory(model_bytes(network), budget=memory_budget, prefix_bytes=prefix_bytes)
+        plan = plan_memory(model_bytes(network), budget=memory_budget, prefix_cache=prefix_cache)
         set_limits(plan)
         check_quantised(network, options)
         cost = measure(network, options)

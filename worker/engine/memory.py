@@ -92,18 +92,17 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    model_bytes: int, *, budget: float | None = None, prefix_bytes: int | None = None
+    model_bytes: int, *, budget: float | None = None, prefix_cache: float | None = None
 ) -> MemoryPlan:
     """Shares out the memory. Raises ModelError if weights and prefix cache leave none for rows.
 
     budget        of the whole process: bytes, or up to 1.0 a share of what the device recommends;
-                  None: DEFAULT_SHARE of that
-    prefix_bytes  of the prefix cache; None: PREFIX_SHARE of the budget
+                  None: DEFAULT_SHARE
+    prefix_cache  of that for the prefix cache: bytes, or up to 1.0 a share; None: PREFIX_SHARE
     """
-    share = DEFAULT_SHARE if budget is None else budget
-    total = int(share * device_bytes() if share <= 1.0 else share)
+    total = _amount(DEFAULT_SHARE if budget is None else budget, of=device_bytes())
+    prefix = _amount(PREFIX_SHARE if prefix_cache is None else prefix_cache, of=total)
     cache_limit = min(MAX_CACHE_LIMIT_BYTES, total // 16)
-    prefix = int(total * PREFIX_SHARE) if prefix_bytes is None else prefix_bytes
     kv = total - model_bytes - prefix - 2 * cache_limit
     if kv <= 0:
         raise ModelError(
@@ -160,6 +159,10 @@ class ClearRhythm:
         if due:
             mx.clear_cache()
             self._steps = 0
+
+
+def _amount(bytes_or_share: float, of: int) -> int:
+    return int(bytes_or_share * of if bytes_or_share <= 1.0 else bytes_or_share)
 
 
 def _gb(size: int) -> str:
