@@ -143,13 +143,13 @@ class Locator:
 
     async def locate(self) -> Address:
         """The server's address now. Raises ConnectionError if no node knows it."""
-        trouble = "no node knows it"
+        trouble, cause = "no node knows it", None
         for node in list(self._nodes):
             try:
                 async with asyncio.timeout(LOOKUP_S):
                     found = await self._ask_node(node)
             except (RedisError, OSError, TimeoutError) as error:
-                trouble = f"{node.host}:{node.port}: {error or 'no answer'}"
+                trouble, cause = f"{node.host}:{node.port}: {error or 'no answer'}", error
                 # Asked last from now on: the caller's time may end before the list does.
                 self._nodes.remove(node)
                 self._nodes.append(node)
@@ -157,7 +157,7 @@ class Locator:
             if found is not None:
                 self._prefer(node)
                 return found
-        raise ConnectionError(f"the Redis server cannot be found: {trouble}")
+        raise ConnectionError(f"the Redis server cannot be found: {trouble}") from cause
 
     async def _ask_node(self, node: Address) -> Address | None:
         client = Redis(host=node.host, port=node.port, retry=Retry(NoBackoff(), 0), **self._login)

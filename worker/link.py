@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from mlxq.protocol.scripts import Call, run
 from mlxq.protocol.servers import connection_options, is_misplaced
 from mlxq.worker.clock import now_s
-from mlxq.worker.trouble import describe
+from mlxq.worker.trouble import describe, tls_hint
 
 T = TypeVar("T")
 
@@ -88,6 +88,8 @@ class Link:
         self.client = connect(url, key)
         self._timeout_s = timeout_s
         self._on_back = on_back
+        self._tls = url.startswith("rediss")
+        self._ever_answered = False
         self._answered_s = now_s()
         self._warn_from_s = 0.0
         self._warned = False
@@ -129,11 +131,13 @@ class Link:
         if asked_s >= self._warn_from_s:
             self._warned, self._warn_from_s = True, asked_s + WARN_INTERVAL_S
             down_s = round(asked_s - self._answered_s, 1)
-            _log.warning("redis_lost", error=describe(error), down_s=down_s)
+            hint = "" if self._ever_answered else tls_hint(error, tls=self._tls)
+            _log.warning("redis_lost", error=describe(error) + hint, down_s=down_s)
 
     def answered(self) -> None:
         """Notes that the server answers."""
         down_s, self._answered_s = now_s() - self._answered_s, now_s()
+        self._ever_answered = True
         if self.down:
             self.down = False
             if self._warned:

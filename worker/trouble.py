@@ -7,9 +7,10 @@ import ssl
 from collections.abc import Iterator
 from typing import Final
 
-from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError
+from redis.exceptions import AuthenticationError, NoPermissionError
 
-_CLOSED: Final = "Connection closed by server"
+# What redis-py says of a connection that came about and then broke.
+_HUNG_UP: Final = ("Connection closed", "Connection lost", "Connection reset")
 
 _REASONS: Final[tuple[tuple[type[BaseException], str], ...]] = (
     (AuthenticationError, "the server refuses the user or the password in --redis"),
@@ -34,13 +35,20 @@ def is_refusal(error: BaseException) -> bool:
     return any(isinstance(cause, AuthenticationError) for cause in _causes(error))
 
 
+def tls_hint(error: BaseException, *, tls: bool) -> str:
+    """What else may be wrong where a server has never answered; `tls`: it was asked to use it."""
+    if tls and isinstance(error, TimeoutError):
+        return "; does it speak TLS, as rediss:// says?"
+    if not tls and any(words in str(error) for words in _HUNG_UP):
+        return "; does it speak TLS? Then --redis must say rediss://"
+    return ""
+
+
 def _reason(error: BaseException) -> str:
     for cause in _causes(error):
         for kind, words in _REASONS:
             if isinstance(cause, kind):
                 return words
-    if isinstance(error, ConnectionError) and _CLOSED in str(error):
-        return "the server hangs up; if it speaks TLS, --redis must say rediss://"
     return ""
 
 

@@ -53,7 +53,7 @@ def test_defaults() -> None:
 
 
 def test_all_that_a_job_says_is_passed_on() -> None:
-    sampling = {
+    sampling: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 40,
@@ -66,9 +66,8 @@ def test_all_that_a_job_says_is_passed_on() -> None:
     }
     others = {"repetition_context_size": 9, "logprobs": True, "top_logprobs": 3, "cache_salt": "t"}
     admitted = admit(prompt="ab", logit_bias={"3": -100, "4": 0.5}, **sampling, **others)
-    assert admitted.sampling == SamplingParams(
-        logit_bias={3: -100.0, 4: 0.5}, repetition_window=9, logprobs=3, **sampling
-    )  # type: ignore[arg-type]
+    sampling |= {"repetition_window": 9, "logprobs": 3}
+    assert admitted.sampling == SamplingParams(logit_bias={3: -100.0, 4: 0.5}, **sampling)
     assert admitted.job.cache_salt == "t"
     assert admit(prompt="ab", logprobs=True).sampling.logprobs == 0
 

@@ -37,6 +37,7 @@ class FakeBatch:
     rows: dict[RowKey, FakeRow] = field(default_factory=dict)
     admitted: list[Admit] = field(default_factory=list)
     steps_of: dict[RowKey, int] = field(default_factory=dict)
+    together: set[int] = field(default_factory=set)  # how many rows a step has had
     closed: bool = False
     _allowed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -65,6 +66,7 @@ class FakeBatch:
                 return begun
         else:
             time.sleep(self.step_s)
+        self.together.add(len(self.rows))
         self.before_step([row.request for row in self.rows.values()])
         return begun + [self._advance(key, row) for key, row in list(self.rows.items())]
 
