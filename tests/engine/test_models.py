@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
+import mlx_vlm.utils
 import pytest
+import structlog
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_vlm.trainer.peft.utils import apply_lora_layers, get_peft_model
 from transformers import AutoTokenizer
 
+from mlxq.worker.engine import library
 from mlxq.worker.engine.fingerprint import fingerprint
-from mlxq.worker.engine.models import NO_LIMIT, ModelError, context_length, eos_ids, load_model
+from mlxq.worker.engine.library import libraries, load_network
+from mlxq.worker.engine.load import load_batch
+from mlxq.worker.engine.models import (
+    NO_LIMIT,
+    ModelError,
+    Source,
+    context_length,
+    eos_ids,
+    load_model,
+)
+from mlxq.worker.engine.network import Network
+from mlxq.worker.engine.thread import EngineThread
 from tests.engine import tiny as made
-from tests.engine.tiny import make_tiny_model
+from tests.engine.architectures import MULTIMODAL, config_of
+from tests.engine.rig import prompt_of
+from tests.engine.tiny import make_tiny_model, write_network
 
 
 @pytest.fixture
@@ -130,9 +151,9 @@ def test_two_folders_with_the_same_arguments_hold_the_same_model(
     assert fingerprint(make_tiny_model(tmp_path / "other", seed=1)) != fingerprint(tiny)
 
 
-def refused(source: Path | str) -> str:
+def refused(source: Path | str | Source) -> str:
     with pytest.raises(ModelError) as caught:
-        load_model(str(source))
+        load_model(source if isinstance(source, Source) else str(source))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -166,7 +187,146 @@ def test_a_hub_name_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (info.name, info.path) == ("someone/tiny-model", str(folder))
 
 
-def test_code_of_a_model_is_never_run(folder: Path) -> None:
-    (folder / "evil.py").write_text("raise SystemExit('ran')")
-    edit(folder / "config.json", model_file="evil.py")
+def test_a_revision_is_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def fetch(name: str, *, revision: str | None, **options: Any) -> str:
+        asked.append(revision)
+        return str(folder)
+
+    monkeypatch.setattr("mlxq.worker.engine.models.snapshot_download", fetch)
+    load_model("someone/tiny-model")
+    load_model(Source("someone/tiny-model", revision="v2"))
+    assert asked == [None, "v2"]
+    assert "is a folder" in refused(Source(str(folder), revision="v2"))
+
+
+def test_code_of_a_model_runs_only_if_trusted(folder: Path) -> None:
+    (folder / "own.py").write_text("from mlx_lm.models.llama import Model, ModelArgs")
+    edit(folder / "config.json", model_file="own.py", model_type="own")
     assert "custom module" in refused(folder)
+    assert load_model(Source(str(folder), trust_remote_code=True)).info.vocab_size == 300
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "llama"}, ["mlx-vlm", "mlx-lm"]),
+        ({"model_type": "mistral"}, ["mlx-vlm", "mlx-lm"]),
+        ({"model_type": "gptj"}, ["mlx-lm"]),
+        ({"model_type": "lfm2_moe"}, ["mlx-lm"]),
+        ({"model_type": "gemma3_text", "rope_theta": 1e6}, ["mlx-vlm", "mlx-lm"]),
+        ({"model_type": "gemma3_text", "rope_theta": 1e4}, ["mlx-lm"]),
+        ({"model_type": "gemma3", "text_config": {"rope_theta": 1e4}}, ["mlx-lm"]),
+        ({"model_type": "llama", "model_file": "own.py"}, ["mlx-lm"]),
+        ({"model_type": "../evil"}, ["mlx-lm"]),
+        ({}, ["mlx-lm"]),
+    ],
+)
+def test_which_library(config: dict[str, Any], expected: list[str]) -> None:
+    assert libraries(config) == expected
+
+
+def test_what_one_library_cannot_load_the_other_may(tmp_path: Path) -> None:
+    """mlx-vlm reads Gemma 3n only with its towers, and some have been left out."""
+    folder = write_network(tmp_path, config_of("gemma3n"))
+    config = json.loads((folder / "config.json").read_text())
+    assert libraries(config)[0] == "mlx-vlm"
+    network, library = load_network(folder, config)
+    assert library == "mlx-lm" and network.vocab_size == 300
+
+
+def last_logits(network: Network, prompt: list[int]) -> mx.array:
+    return network(mx.array([prompt]), network.make_cache())[0, -1]
+
+
+@pytest.mark.parametrize("model_type", sorted(MULTIMODAL))
+def test_of_a_multimodal_model_the_language_part_is_loaded(tmp_path: Path, model_type: str) -> None:
+    folder = write_network(tmp_path, config_of(model_type))
+    whole = mlx_vlm.utils.load_model(folder)
+    prompt = prompt_of(11)
+    expected = whole.language_model(mx.array([prompt])).logits[0, -1]
+    network = load_model(str(folder)).network
+    assert mx.allclose(last_logits(network, prompt), expected, atol=1e-4)
+    names = {name for name, _ in tree_flatten(network.model.parameters())}
+    assert not any("vision" in name for name in names)
+
+
+def train(folder: Path, adapter: Path, library: str) -> None:
+    """Writes an adapter with random weights, as the library's own training saves one."""
+    adapter.mkdir()
+    parameters: dict[str, Any] = {"rank": 2, "scale": 4.0, "dropout": 0.0}
+    if library == "mlx-lm":
+        model, _ = mlx_lm.utils.load_model(folder)
+        linear_to_lora_layers(model, 2, parameters)
+        config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    else:
+        model = get_peft_model(mlx_vlm.utils.load_model(folder), rank=2, alpha=8.0, verbose=False)
+        config = model._vlm_adapter_config
+    weights = {
+        name: mx.random.normal(array.shape, key=mx.random.key(number))
+        for number, (name, array) in enumerate(tree_flatten(model.parameters()))
+        if "lora" in name
+    }
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), weights)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("library", ["mlx-lm", "mlx-vlm"])
+def test_an_adapter_of_either_library_is_applied(tiny: Path, tmp_path: Path, library: str) -> None:
+    adapter = tmp_path / "tuned"
+    train(tiny, adapter, library)
+    base, loaded = load_model(str(tiny)), load_model(Source(str(tiny), adapter=str(adapter)))
+    prompt = prompt_of(9)
+    if library == "mlx-lm":
+        model = mlx_lm.utils.load_adapters(mlx_lm.utils.load_model(tiny)[0], str(adapter))
+        expected = model(mx.array([prompt]))[0, -1]
+    else:
+        model = apply_lora_layers(mlx_vlm.utils.load_model(tiny), adapter)
+        model.eval()
+        expected = model(mx.array([prompt])).logits[0, -1]
+    got = last_logits(loaded.network, prompt)
+    assert mx.allclose(got, expected, atol=1e-4)
+    assert not mx.allclose(got, last_logits(base.network, prompt), atol=0.1)
+    assert loaded.info.name == "tiny+tuned"
+    assert loaded.info.fingerprint != base.info.fingerprint
+
+
+@pytest.mark.parametrize("library", ["mlx-lm", "mlx-vlm"])
+def test_an_adapter_of_another_model_is_refused(tiny: Path, tmp_path: Path, library: str) -> None:
+    train(make_tiny_model(tmp_path / "other", layers=3), tmp_path / "tuned", library)
+    assert "cannot load" in refused(Source(str(tiny), adapter=str(tmp_path / "tuned")))
+    assert "no adapter_config.json" in refused(Source(str(tiny), adapter=str(tiny)))
+
+
+def test_memory_returns_when_the_engine_ends(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "large", hidden_size=512)
+    weights_bytes = (folder / "model.safetensors").stat().st_size
+    gc.collect()
+    before = mx.get_active_memory()
+    engine = EngineThread(
+        lambda: load_batch(str(folder)), on_outputs=lambda outputs: None, on_dead=print
+    )
+    engine.start()
+    engine.info.result(60.0)
+    assert mx.get_active_memory() - before > 0.9 * weights_bytes > 1e6
+    engine.stop()
+    assert engine.join(60.0)
+    assert mx.get_active_memory() - before < 0.02 * weights_bytes
+
+
+def test_how_far_a_load_is_shows_now_and_then(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(library, "PART_BYTES", 0)
+    monkeypatch.setattr(library, "SAY_INTERVAL_S", 0.0)
+    with structlog.testing.capture_logs() as logs:
+        load_model(str(tiny))
+    told = [log["percent"] for log in logs if log["event"] == "model_loading"]
+    assert told == sorted(told) and told[-1] == 100
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with structlog.testing.capture_logs() as logs:
+        load_model(str(tiny))
+    assert not any(log["event"] == "model_loading" for log in logs)
+    assert "loading" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from mlxq.worker.engine.memory import measure, model_bytes, plan_memory, set_lim
 from mlxq.worker.engine.models import LoadedModel, ModelError, Source, load_model, one_line
 from mlxq.worker.engine.prefix_cache import PrefixCache
 from mlxq.worker.engine.row_cache import CacheOptions, check_quantised
+from mlxq.worker.engine.selfcheck import self_check
 
 
 def load_batch(
@@ -38,17 +39,19 @@ def load_batch(
         plan = plan_memory(model_bytes(network), budget=memory_budget, prefix_cache=prefix_cache)
         set_limits(plan)
         check_quantised(network, options)
+        if max_batch > 1:
+            loaded = _checked(loaded, options)
         cost = measure(network, options)
         info = replace(
             loaded.info,
             kv_bytes_per_token=cost.bytes_per_token,
             kv_row_bytes=cost.fixed_bytes,
             kv_budget_bytes=plan.kv_bytes,
-            max_batch=max_batch,
+            max_batch=min(max_batch, loaded.info.max_batch),
         )
         batch = MlxBatch(
             LoadedModel(network, info),
-            max_batch=max_batch,
+            max_batch=info.max_batch,
             prefill_step=prefill_step,
             options=options,
             kv_cost=cost,
@@ -70,13 +73,24 @@ def load_batch(
     return batch
 
 
+def _checked(loaded: LoadedModel, options: CacheOptions) -> LoadedModel:
+    """The model, and how its rows may run. Raises ModelError: not even one runs alone."""
+    try:
+        return self_check(loaded, options)
+    except Exception as error:
+        raise _cannot_generate(loaded.info.name, error) from error
+
+
 def _warm_up(batch: MlxBatch) -> None:
     """Runs the probe. Raises ModelError: this model cannot run in a batch at all."""
     try:
         batch.probe()
     except Exception as error:
-        name, reason = batch.info.name, one_line(error)
-        raise ModelError(f"{name} fails its first generation: {reason}") from error
+        raise _cannot_generate(batch.info.name, error) from error
+
+
+def _cannot_generate(name: str, error: Exception) -> ModelError:
+    return ModelError(f"{name} fails its first generation: {one_line(error)}")
 
 
 def end_streams() -> None:

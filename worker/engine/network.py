@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -32,6 +32,8 @@ class Network:
     padding_is_exact  whether rows of different length may be prefilled side by side, padded to the
                       longest: an attention cache masks the padding, but a recurrent state takes it
                       in as input. The self-check may set it to False
+    window            positions that the shortest sliding window holds; None: there is none
+    dtype             of the logits
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,9 +42,12 @@ class Network:
         self._multi_axis_rope = hasattr(self.model, "_rope_deltas")
         empty = self.make_cache()
         self.layer_kinds = tuple(map(_kind, empty))
+        self.window = min(_windows(empty), default=None)
         self.padding_is_exact = all(kind in ("attention", "rotating") for kind in self.layer_kinds)
         # Shapes are known before anything is computed: this costs no forward pass.
-        self.vocab_size: int = self(mx.zeros((1, 1), mx.int32), empty).shape[-1]
+        logits = self(mx.zeros((1, 1), mx.int32), empty)
+        self.vocab_size: int = logits.shape[-1]
+        self.dtype = logits.dtype
 
     def __call__(self, ids: mx.array, cache: MutableSequence[Any]) -> mx.array:
         arguments: dict[str, Any] = {}
@@ -98,3 +103,11 @@ def _kind(cache: Any) -> LayerKind:
         if type(cache) in types:
             return kind
     return "other"
+
+
+def _windows(caches: Iterable[Any]) -> Iterator[int]:
+    for cache in caches:
+        if _kind(cache) == "composite":
+            yield from _windows(cache.caches)
+        elif _kind(cache) == "rotating":
+            yield cache.max_size
