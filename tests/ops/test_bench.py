@@ -99,9 +99,9 @@ def test_engine_benchmark_reports_both_sides(tmp_path: Path) -> None:
 
 def test_parts_in_one_process(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", context_length=4096)
-    parts = [word for name in ("steps", "joins") for word in ("--part", name)]
+    parts = [word for name in ("steps", "joins", "prefix") for word in ("--part", name)]
     sizes = ["--rounds", "2", "--batches", "1", "3", "--steps", "3", "--long", "64"]
-    more = ["--running", "2", "--joiners", "2", "--burst", "3"]
+    more = ["--running", "2", "--joiners", "2", "--burst", "3", "--shared", "64", "--turns", "2"]
     done = bench("engine", *parts, "--model", str(model), *sizes, *more)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])["parts"]
@@ -114,6 +114,7 @@ def test_parts_in_one_process(tmp_path: Path) -> None:
     for number in ("interference.gap_p95_ms", "interference.join_max_ms", "burst.first_max_ms"):
         for spread in report["joins"][number].values():
             assert_spread(spread)
+    assert report["prefix"]["cold/warm"]["min"] > 0
 
 
 def assert_spread(spread: dict[str, Any]) -> None:

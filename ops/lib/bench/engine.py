@@ -87,7 +87,11 @@ def measure(options: argparse.Namespace) -> Report:
 def _model(options: argparse.Namespace, folder: Path) -> Path:
     if options.random_1b:
         return write_random_llama(folder / "random-llama-1b", Shape())
-    return demo_model() if options.model is None else options.model.resolve()
+    if options.model is None:
+        return demo_model()
+    if not (options.model / "config.json").is_file():
+        raise RuntimeError(f"{options.model} is no model folder: it has no config.json")
+    return Path(options.model.resolve())
 
 
 def _makers(model: Path) -> Makers:

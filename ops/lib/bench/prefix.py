@@ -18,13 +18,13 @@ from ops.lib.bench.measure import Report, Spread
 from ops.lib.random_model import vocab_of
 
 OWN_IDS = 32  # behind the shared ones, in each prompt
-CACHE_BYTES = 4 << 30
+CACHE_BYTES = 2 << 30
 
 
 def measure(model: Path, options: argparse.Namespace) -> Report:
     sides: dict[str, Side] = {
-        "cold": OwnSide(model, 8, prefix_cache_bytes=0),
-        "warm": OwnSide(model, 8, prefix_cache_bytes=CACHE_BYTES),
+        "cold": OwnSide(model, 8, prefix_cache=0),
+        "warm": OwnSide(model, 8, prefix_cache=CACHE_BYTES),
     }
     vocab = vocab_of(model)
     first_ms: dict[str, list[float]] = {name: [] for name in sides}

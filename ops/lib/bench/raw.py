@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.utils import load_model
 
 from mlxq.protocol.jobs import Message
 from mlxq.worker.chat import Tokenizer
-from mlxq.worker.engine.models import load_model
 from ops.lib.bench.workload import Run, Trace, Workload
 
 
@@ -24,9 +25,8 @@ class Raw:
     """The model and its tokenizer, run as mlx-lm would. Prompts are tokenised off the clock."""
 
     def __init__(self, model: str, batch: int, prefill_step: int) -> None:
-        loaded = load_model(model)
-        self._network: Any = loaded.network
-        self._tokenizer = Tokenizer.load(loaded.info.path)
+        self._network: Any = load_model(Path(model))[0]
+        self._tokenizer = Tokenizer.load(model)
         self._batch = batch
         self._prefill_step = prefill_step
 
