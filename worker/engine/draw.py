@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeVar, cast
 import mlx.core as mx
 
 MOST_BLOCK = 512
-LEAST_BLOCK = 32
-RANK_BLOCK = 64
+LEAST_BLOCK = 64
 NUMBERS = 32
 """Uniform numbers of each kind per key, always made together: how many are used changes none."""
 
@@ -23,8 +22,8 @@ MISS = 1e-9
 """How likely a row may find no id of its nucleus; it then takes its most probable one."""
 
 _DEEPEST = 5
-_MORE_ROUNDS_BELOW = (0.1, 0.012, 0.0012, 1.1e-4, 8e-6)
-"""Each of these values of top-p that is not reached takes one more round (2 suffice at 0.1)."""
+_TOP_P_OF_ROUNDS = (0.1, 0.012, 0.0012, 1.1e-4, 8e-6)
+"""The least top-p that 2, 3, ... rounds do for; 7 do for all, as vocabularies end somewhere."""
 
 _Function = TypeVar("_Function", bound=Callable[..., mx.array])
 
@@ -58,13 +57,12 @@ class Some(NamedTuple):
 def in_blocks(values: mx.array, pad: float, most: int = MOST_BLOCK) -> mx.array:
     """(rows, vocabulary) as (rows, blocks, length): a view, unless the vocabulary is odd.
 
-    The length is the largest power of two that divides the vocabulary, up to `most`. The real
-    ones are multiples of 64 but for a few, which are filled up with `pad`.
+    The length is the largest power of two that divides the vocabulary, up to `most`. Nearly all
+    models have a multiple of 64; another is filled up with `pad`.
     """
     rows, size = values.shape
-    length = min(size & -size, most)
-    if length < LEAST_BLOCK:
-        length = most
+    length = max(LEAST_BLOCK, min(size & -size, most))
+    if size % length:
         values = mx.pad(values, [(0, 0), (0, -size % length)], constant_values=pad)
     return values.reshape(rows, -1, length)
 
@@ -110,7 +108,7 @@ class NucleusPlan(NamedTuple):
         for depth in range(1, _DEEPEST + 1):
             if (1.0 - top_p) ** (2**depth - 1) <= MISS:
                 return cls(1, depth)
-        return cls(2 + sum(top_p < bound for bound in _MORE_ROUNDS_BELOW), _DEEPEST)
+        return cls(2 + sum(top_p < least for least in _TOP_P_OF_ROUNDS), _DEEPEST)
 
 
 def draw_nucleus(
@@ -133,7 +131,7 @@ def draw_nucleus(
     found = mx.zeros(mass.shape, dtype=mx.bool_)
     for round in range(plan.rounds):
         drawn, heights = draw(weights, uniform(keys, round)[:, :, :count])
-        usable = mx.arange(count) < most - round * count
+        usable = (heights > 0) & (mx.arange(count) < most - round * count)
         inside = usable & (heights >= _nucleus_bound(weights, heights, mass, plan.depth))
         first = mx.take_along_axis(drawn, mx.argmax(inside, axis=-1, keepdims=True), axis=-1)
         ids = mx.where(found, ids, first)
@@ -150,7 +148,7 @@ def largest(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     They lie in the `count` blocks whose own largest values are largest, so only those are ranked.
     """
     count = min(count, values.shape[-1])
-    blocks = in_blocks(values, -mx.inf, RANK_BLOCK)
+    blocks = in_blocks(values, -mx.inf, LEAST_BLOCK)
     rows, number, length = blocks.shape
     ids = mx.arange(number * length, dtype=mx.int32).reshape(1, number, length)
     if count < number:
