@@ -12,67 +12,49 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxq.worker.engine import prefix_cache, prefix_store
-from mlxq.worker.engine.models import load_model
+from mlxq.worker.engine import caches, prefix_cache, prefix_store
+from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.network import Network
 from mlxq.worker.engine.prefix_cache import Hit, PrefixCache
 from mlxq.worker.engine.prefix_memory import BLOCK_IDS, CHECKPOINT_IDS
 from mlxq.worker.engine.row_cache import CacheOptions, quantised
-from tests.engine.rig import prompt_of
-from tests.engine.tiny import make_tiny_model
+from tests.engine.architectures import ARCHITECTURES, SHARED
+from tests.engine.rig import Rig, prompt_of, request
+from tests.engine.tiny import write_network
 
 MEMORY_BYTES = 32 << 20
 
-# By what their caches are made of; the last one is of mlx-lm, and so are its caches.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "rotating": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
-    "recurrent": {
-        "model_type": "mamba",
-        "intermediate_size": 64,
-        "state_size": 8,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_rank": 4,
-    },
-    "composite": {
-        "model_type": "falcon_h1",
-        "head_dim": 16,
-        "mamba_d_ssm": 64,
-        "mamba_d_state": 16,
-        "mamba_d_head": 16,
-        "mamba_n_heads": 4,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-    },
-    "mlx-lm": {
-        "model_type": "olmo_hybrid",
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
-        "linear_allow_neg_eigval": False,
-        "attention_bias": False,
-    },
+# Architectures by what their caches are made of; the last is of mlx-lm, and so are its caches.
+KINDS = {
+    "plain": "llama",
+    "rotating": "gpt_oss",
+    "recurrent": "lfm2",
+    "composite": "falcon_h1",
+    "mlx-lm": "olmo_hybrid",
 }
 
 
 @pytest.fixture(scope="session")
-def networks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Network]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
     """Loads each model once."""
-    loaded: dict[str, Network] = {}
+    loaded: dict[str, LoadedModel] = {}
 
-    def load(kind: str) -> Network:
+    def load(kind: str) -> LoadedModel:
         if kind not in loaded:
+            name = KINDS.get(kind, "llama")
+            settings = SHARED | {"model_type": name} | ARCHITECTURES[name]
+            if kind == "wide":
+                settings |= {"head_dim": 32}
             folder = tmp_path_factory.mktemp("models") / kind
-            config = CONFIGS.get(kind, {"head_dim": 32})
-            loaded[kind] = load_model(str(make_tiny_model(folder, config=config))).network
+            loaded[kind] = load_model(str(write_network(folder, settings)))
         return loaded[kind]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def networks(models: Callable[[str], LoadedModel]) -> Callable[[str], Network]:
+    return lambda kind: models(kind).network
 
 
 @pytest.fixture
@@ -93,12 +75,12 @@ def go_on(network: Network, ids: list[int], cache: list[Any], count: int) -> lis
     return output
 
 
-def cold(network: Network, prompt: list[int], count: int = 6) -> list[int]:
+def cold(network: Network, prompt: list[int], count: int = 4) -> list[int]:
     return go_on(network, prompt, network.make_cache(), count)
 
 
 def serve(
-    network: Network, prefixes: PrefixCache, prompt: list[int], salt: str = "", count: int = 6
+    network: Network, prefixes: PrefixCache, prompt: list[int], salt: str = "", count: int = 4
 ) -> tuple[list[int], int]:
     """As the batch does: the output, and how many ids needed no reading."""
     hit = prefixes.take(prompt, salt) or Hit(network.make_cache(), 0)
@@ -120,7 +102,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.safetensors"))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_warm_equals_cold(networks: Callable[[str], Network], kind: str) -> None:
     """Repeated, cut, continued and diverging prompts, each beside what an empty cache gives."""
     network = networks(kind)
@@ -139,8 +121,8 @@ def test_warm_equals_cold(networks: Callable[[str], Network], kind: str) -> None
         shared[1:],
         shared[:65],
         shared[:3],
-        shared + prompt_of(600, 5),
-        shared + prompt_of(600, 5) + prompt_of(30, 6),
+        shared + prompt_of(400, 5),
+        shared + prompt_of(400, 5) + prompt_of(30, 6),
     ]
     reused = []
     for prompt in prompts:
@@ -152,12 +134,36 @@ def test_warm_equals_cold(networks: Callable[[str], Network], kind: str) -> None
     assert reused[1] == reused[3] == 128, "the repetition, and the beginning of a longer one"
     assert reused[2] >= 128, "the next turn of a chat"
     assert reused[7] == 64, "what two prompts before it had in common"
-    assert reused[12] >= 704
+    assert reused[12] >= 512
     stats = prefixes.stats()
     assert stats.lookups == len(prompts)
     assert stats.hits == sum(length > 0 for length in reused)
     assert stats.reused_ids == sum(reused)
     assert 0 < stats.kv_bytes <= MEMORY_BYTES
+
+
+@pytest.mark.parametrize("kind", ["plain", "rotating", "composite"])
+def test_twelve_prompts_through_the_batch(models: Callable[[str], LoadedModel], kind: str) -> None:
+    """Bug 8: prompts that share a prefix, at once, once more, and then the next turn of each."""
+    loaded = models(kind)
+    prefixes = of(loaded.network)
+    shared = prompt_of(100)
+    prompts = {f"{n}": shared[: 30 + 6 * n] + prompt_of(n % 5, n) for n in range(11)}
+    prompts["same"] = prompts["3"]
+    for turn in range(3):
+        rig = Rig(loaded, max_batch=4, prefill_step=48, prefix_cache=prefixes)
+        rig.admit(*(request(name, prompt, max_tokens=4) for name, prompt in prompts.items()))
+        rig.finish()
+        for name, prompt in prompts.items():
+            assert rig.ids[name] == cold(loaded.network, prompt), (turn, name)
+            assert 0 <= rig.cached[name] < len(prompt)
+        if turn > 0:
+            step = BLOCK_IDS if kind == "plain" else CHECKPOINT_IDS
+            found = [rig.cached[name] for name in prompts if len(prompts[name]) > step + 9]
+            assert found and min(found) >= step
+            prompts = {
+                name: prompt + rig.ids[name] + prompt_of(5, 9) for name, prompt in prompts.items()
+            }
 
 
 @pytest.mark.parametrize("kind", ["plain", "rotating"])
@@ -179,7 +185,7 @@ def test_an_exact_repetition_leaves_an_id_to_read(
     prefixes.close()
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_hit_is_a_copy(networks: Callable[[str], Network], kind: str) -> None:
     """Rows that took the same prefix go on apart, and leave it as it was."""
     network = networks(kind)
@@ -222,7 +228,7 @@ def test_rows_that_read_the_same_at_once(networks: Callable[[str], Network], kin
     assert held == one.stats().kv_bytes, "kept once"
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_salts_share_nothing(networks: Callable[[str], Network], kind: str) -> None:
     network = networks(kind)
     prefixes = of(network)
@@ -237,11 +243,11 @@ def test_salts_share_nothing(networks: Callable[[str], Network], kind: str) -> N
 @pytest.mark.parametrize("kind", ["plain", "rotating"])
 def test_eviction_stays_under_the_bound(networks: Callable[[str], Network], kind: str) -> None:
     network = networks(kind)
-    bound = 400_000
+    bound = 150_000
     prefixes = of(network, memory_bytes=bound)
     dice = random.Random(1)
     seen: list[list[int]] = []
-    for number in range(40):
+    for number in range(20):
         again = seen and dice.random() < 0.4
         begin = dice.choice(seen)[: dice.randrange(1, 200)] if again else []
         prompt = begin + prompt_of(dice.randrange(1, 180), number)
@@ -251,12 +257,12 @@ def test_eviction_stays_under_the_bound(networks: Callable[[str], Network], kind
         assert serve(network, prefixes, prompt, count=2)[0] == output
         seen.append(prompt)
     assert prefixes.stats().kv_bytes > bound // 2, "it is used, not only kept"
-    assert prefixes.stats().hits > 30
+    assert prefixes.stats().hits >= 10
 
 
 def test_of_a_row_too_large_its_beginning_is_kept(plain: Network) -> None:
-    prefixes = of(plain, memory_bytes=300_000)
-    prompt = prompt_of(1000)
+    prefixes = of(plain, memory_bytes=150_000)
+    prompt = prompt_of(700)
     serve(plain, prefixes, prompt)
     output, reused = serve(plain, prefixes, prompt)
     assert output == cold(plain, prompt)
@@ -264,7 +270,7 @@ def test_of_a_row_too_large_its_beginning_is_kept(plain: Network) -> None:
 
 
 def test_room_is_made_only_for_what_is_not_there(plain: Network) -> None:
-    prefixes = of(plain, memory_bytes=300_000)
+    prefixes = of(plain, memory_bytes=150_000)
     serve(plain, prefixes, prompt_of(128, 1))
     chat = prompt_of(192)
     for turn in range(4):
@@ -273,7 +279,7 @@ def test_room_is_made_only_for_what_is_not_there(plain: Network) -> None:
     assert prefixes.take(prompt_of(128, 1) + [5]) is not None, "there was room for both"
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_restart_with_the_same_folder(
     networks: Callable[[str], Network], tmp_path: Path, kind: str
 ) -> None:
@@ -290,6 +296,30 @@ def test_a_restart_with_the_same_folder(
             output, reused = serve(network, prefixes, longer)
             assert output == cold(network, longer)
             assert reused >= 256
+        prefixes.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "rotating"])
+def test_what_comes_back_is_what_was_kept(
+    networks: Callable[[str], Network], tmp_path: Path, kind: str
+) -> None:
+    """To the bit, in bfloat16, from memory as from disk."""
+    network = networks(kind)
+    prompt = prompt_of(128)
+    row = network.make_cache()
+    read(network, prompt, row)
+    for layer in row:
+        layer.keys, layer.values = (a.astype(mx.bfloat16) for a in (layer.keys, layer.values))
+    for memory_bytes in (MEMORY_BYTES, 0):
+        prefixes = of(network, memory_bytes=memory_bytes, disk=tmp_path, disk_bytes=1 << 24)
+        prefixes.put(prompt, row)
+        prefixes.drain()
+        hit = prefixes.take(prompt + [5])
+        assert hit is not None and hit.length == 128
+        for kept, layer in zip(hit.cache, row, strict=True):
+            assert kept.offset == 128
+            for given, back in zip(layer.state, kept.state, strict=True):
+                assert back.dtype == mx.bfloat16 and mx.array_equal(given, back)
         prefixes.close()
 
 
@@ -384,7 +414,7 @@ def test_the_bound_of_the_folder(
 ) -> None:
     """It holds for all models together, across restarts; what was used last stays."""
     network = networks(kind)
-    bound = 500_000
+    bound = 250_000
     for name in ("one", "two"):
         prefixes = PrefixCache.of(network, name, memory_bytes=0, disk=tmp_path, disk_bytes=bound)
         for number in range(8):
@@ -421,7 +451,7 @@ def test_of_a_chat_the_end_leaves_the_disk_first(plain: Network, tmp_path: Path)
 def test_long_rows_are_in_several_files(
     plain: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_store, "FILE_BYTES", 70_000)
+    monkeypatch.setattr(prefix_store, "FILE_BYTES", 35_000)
     prompt = prompt_of(400)
     prefixes = of(plain, memory_bytes=0, disk=tmp_path, disk_bytes=1 << 24)
     serve(plain, prefixes, prompt)
@@ -552,12 +582,13 @@ def test_rows_extracted_from_a_batch_are_kept(plain: Network) -> None:
     rows = [plain.make_cache() for _ in prompts]
     for prompt, cache in zip(prompts, rows, strict=True):
         read(plain, prompt, cache)
-    batch = [pair[0].merge(list(pair)) for pair in zip(*rows, strict=True)]
+    batch = caches.merge(rows)
     drawn = [3, 4]
     plain(mx.array(drawn)[:, None], batch)
     prefixes = of(plain)
-    for index, prompt in enumerate(prompts):
-        prefixes.put(prompt + drawn[index : index + 1], [layer.extract(index) for layer in batch])
+    for index, row in enumerate(caches.extract(batch, [0, 1])):
+        prompt = prompts[index]
+        prefixes.put(prompt + drawn[index : index + 1], row)
         output, reused = serve(plain, prefixes, prompt)
         assert output == cold(plain, prompt)
         assert reused == (len(prompt) - 1) // BLOCK_IDS * BLOCK_IDS

@@ -19,8 +19,8 @@ PREFIX_SHARE = 0.1
 MAX_CACHE_LIMIT_BYTES = 2 << 30
 CLEAR_STEPS = 256
 IDLE_CACHE_BYTES = 64 << 20
-ROUND_IDS = 256
-"""Attention caches grow by so many positions at a time."""
+GROWTH_IDS = 256
+"""Attention caches grow by so many positions at a time, a batch from wherever it began."""
 
 
 class KvCost(NamedTuple):
@@ -39,11 +39,11 @@ class KvCost(NamedTuple):
     def fixed_bytes(self) -> int:
         """With `fixed_bytes + n * bytes_per_token` a row of n positions is not undercounted."""
         full = sum(window * each for window, each in self.windows)
-        return self.row_bytes + full + (ROUND_IDS - 1) * self.bytes_per_token
+        return self.row_bytes + full + (GROWTH_IDS - 1) * self.bytes_per_token
 
     def of(self, tokens: int) -> int:
-        """Bytes of one row of so many positions."""
-        held = -(-tokens // ROUND_IDS) * ROUND_IDS
+        """Bytes of one row of so many positions, at most."""
+        held = tokens + GROWTH_IDS - 1
         bounded = sum(min(held, window) * each for window, each in self.windows)
         return self.row_bytes + held * self.bytes_per_token + bounded
 
@@ -60,12 +60,12 @@ def measure(network: Any, options: CacheOptions | None = None) -> KvCost:
     """
     options = options or CacheOptions()
     cache = make_row_cache(network, options)
-    network(mx.zeros((1, ROUND_IDS), mx.int32), cache)
+    network(mx.zeros((1, GROWTH_IDS), mx.int32), cache)
     if options.kv_bits is not None:
         cache = quantised(cache, options.kv_bits)
     per_token = row = 0
     windows: dict[int, int] = {}
-    for part in cache_memory_components(as_vlm(cache), ROUND_IDS):
+    for part in cache_memory_components(as_vlm(cache), GROWTH_IDS):
         each = -int(-part.bytes_per_token // 1)
         row += part.fixed_bytes
         if part.window_size is None:
