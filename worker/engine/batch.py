@@ -178,7 +178,7 @@ class MlxBatch:
         self._decoding.leave(indices)
 
     def _join(self, ready: Ready) -> None:
-        if self._prefix_cache.enabled:
+        if self._prefix_cache.in_blocks:
             each = range(len(ready.rows))
             found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
             for row, cache in zip(ready.rows, found, strict=True):
