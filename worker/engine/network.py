@@ -42,8 +42,11 @@ class Network:
         self._multi_axis_rope = hasattr(self.model, "_rope_deltas")
         empty = self.make_cache()
         self.layer_kinds = tuple(map(_kind, empty))
-        self.window = min(_windows(empty), default=None)
-        self.padding_is_exact = all(kind in ("attention", "rotating") for kind in self.layer_kinds)
+        leaves = list(_leaves(empty))
+        kinds = set(map(_kind, leaves))
+        self.padding_is_exact = kinds <= {"attention", "rotating"}
+        windows = [leaf.max_size for leaf in leaves if _kind(leaf) == "rotating"]
+        self.window: int | None = min(windows, default=None)
         # Shapes are known before anything is computed: this costs no forward pass.
         logits = self(mx.zeros((1, 1), mx.int32), empty)
         self.vocab_size: int = logits.shape[-1]
@@ -105,9 +108,10 @@ def _kind(cache: Any) -> LayerKind:
     return "other"
 
 
-def _windows(caches: Iterable[Any]) -> Iterator[int]:
+def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches, and instead of composite ones their parts."""
     for cache in caches:
         if _kind(cache) == "composite":
-            yield from _windows(cache.caches)
-        elif _kind(cache) == "rotating":
-            yield cache.max_size
+            yield from _leaves(cache.caches)
+        else:
+            yield cache
