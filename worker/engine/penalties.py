@@ -153,65 +153,74 @@ class Counts:
     id at position n of the row at index n % window, where the id at n + window replaces it.
     """
 
-    def __init__(self, table: mx.array, recent: mx.array, windows: mx.array, sizes: mx.array):
+    def __init__(
+        self, table: mx.array, windows: list[int], sizes: list[int], recent: mx.array | None
+    ) -> None:
         self.table = table
-        self._recent = recent
-        self._windows = windows  # (rows, 1); 0: none
-        self._sizes = sizes  # (rows, 1): ids so far
+        self._windows = windows  # 0: none
+        self._sizes = sizes  # ids so far
+        self._recent = recent  # None: no row has a window
 
     @classmethod
-    def of(cls, contexts: Sequence[list[int]], windows: Sequence[int], vocab_size: int) -> Counts:
+    def of(cls, contexts: Sequence[list[int]], windows: list[int], vocab_size: int) -> Counts:
         """Of the ids of each row so far. windows: how many count; 0: all."""
         table = mx.zeros((len(contexts), vocab_size), dtype=mx.int32)
         tails = [ids[-window:] for ids, window in zip(contexts, windows, strict=True)]
-        places = [index for index, tail in enumerate(tails) for _ in tail]
-        if places:
-            ids = [id for tail in tails for id in tail]
-            table = table.at[mx.array(places), mx.array(ids)].add(1)
-        width = max(windows, default=0)
-        recent = [[0] * width for _ in contexts]
+        if any(tails):
+            rows = [row for row, tail in enumerate(tails) for _ in tail]
+            table = table.at[mx.array(rows), mx.array([id for tail in tails for id in tail])].add(1)
+        sizes = [len(ids) for ids in contexts]
+        if not any(windows):
+            return cls(table, windows, sizes, None)
+        recent = [[0] * max(windows) for _ in contexts]
         for row, ids, window in zip(recent, contexts, windows, strict=True):
             for position in range(max(0, len(ids) - window), len(ids)):
                 row[position % window] = ids[position]
-        return cls(
-            table,
-            mx.array(recent, dtype=mx.int32).reshape(len(contexts), width),
-            _column(windows, mx.int32),
-            _column([len(ids) for ids in contexts], mx.int32),
-        )
+        return cls(table, windows, sizes, mx.array(recent, dtype=mx.int32))
 
     def add(self, ids: mx.array) -> None:
         """Takes in one id per row, (rows,). Lazily: `ids` may not be known yet."""
         rows = mx.arange(len(ids))[:, None]
         ids = ids.astype(mx.int32)[:, None]
-        if self._recent.shape[1] == 0:
+        if self._recent is None:
             self.table = self.table.at[rows, ids].add(1)
-            return
-        place = self._sizes % mx.maximum(self._windows, 1)
-        oldest = mx.take_along_axis(self._recent, place, axis=-1)
-        full = (self._windows > 0) & (self._sizes >= self._windows)
-        change = mx.concatenate([mx.ones_like(ids), -full.astype(mx.int32)], axis=-1)
-        self.table = self.table.at[rows, mx.concatenate([ids, oldest], axis=-1)].add(change)
-        self._recent = mx.put_along_axis(self._recent, place, ids, axis=-1)
-        self._sizes = self._sizes + 1
+        else:
+            pairs = list(zip(self._sizes, self._windows, strict=True))
+            place = mx.array([[size % window if window else 0] for size, window in pairs])
+            change = mx.array([[1, -1 if 0 < window <= size else 0] for size, window in pairs])
+            oldest = mx.take_along_axis(self._recent, place, axis=-1)
+            self.table = self.table.at[rows, mx.concatenate([ids, oldest], axis=-1)].add(change)
+            self._recent = mx.put_along_axis(self._recent, place, ids, axis=-1)
+        self._sizes = [size + 1 for size in self._sizes]
 
     def kept(self, keep: list[int]) -> Counts:
         rows = mx.array(keep, dtype=mx.int32)
-        parts = (self.table, self._recent, self._windows, self._sizes)
-        return Counts(*(part[rows] for part in parts))
+        windows = [self._windows[index] for index in keep]
+        recent = self._recent[rows] if self._recent is not None and any(windows) else None
+        return Counts(self.table[rows], windows, [self._sizes[index] for index in keep], recent)
 
     def joined(self, other: Counts) -> Counts:
-        width = max(self._recent.shape[1], other._recent.shape[1])
-        recent = [
-            mx.pad(each, [(0, 0), (0, width - each.shape[1])])
-            for each in (self._recent, other._recent)
-        ]
         return Counts(
             mx.concatenate([self.table, other.table]),
-            mx.concatenate(recent),
-            mx.concatenate([self._windows, other._windows]),
-            mx.concatenate([self._sizes, other._sizes]),
+            self._windows + other._windows,
+            self._sizes + other._sizes,
+            _stacked(self._recent, other._recent, (len(self._sizes), len(other._sizes))),
         )
+
+
+def _stacked(
+    first: mx.array | None, second: mx.array | None, rows: tuple[int, int]
+) -> mx.array | None:
+    """What the rows of one had last, and below it the other; padded to the wider one."""
+    if first is None and second is None:
+        return None
+    parts = [
+        mx.zeros((number, 0), dtype=mx.int32) if part is None else part
+        for part, number in zip((first, second), rows, strict=True)
+    ]
+    width = max(part.shape[1] for part in parts)
+    padded = [mx.pad(part, [(0, 0), (0, width - part.shape[1])]) for part in parts]
+    return mx.concatenate(padded)
 
 
 def _joined(first: Counts | None, second: Counts | None, rows: tuple[int, int]) -> Counts | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -26,13 +27,16 @@ from mlxq.worker.engine.draw import (
     uniform,
 )
 from mlxq.worker.engine.logprobs import LazyLogprobs
-from mlxq.worker.engine.old_sampling import greedy, make_processors, make_sampler
 from mlxq.worker.engine.penalties import Penalties, RowSampling
 from mlxq.worker.engine.request import SamplingParams
 
-__all__ = ["Drawn", "RowSampling", "Sampling", "greedy", "make_processors", "make_sampler"]
+__all__ = ["Drawn", "RowSampling", "Sampling", "row_key"]
 
 _COLDEST = 1e-5  # below it, dividing by the temperature overflows float32
+
+
+Key = tuple[int, int]
+"""64 bits for the random numbers of one id, as two words."""
 
 
 class Drawn(NamedTuple):
@@ -49,33 +53,34 @@ class Sampling:
     id on any worker.
     """
 
-    def __init__(self, params: list[SamplingParams], keys: mx.array, penalties: Penalties) -> None:
+    def __init__(self, params: list[SamplingParams], keys: list[Key], penalties: Penalties) -> None:
         self._params = params
-        self._keys = keys  # uint32 (rows, 2), of the next ids
+        self._keys = keys  # of the next ids, when the plan was made
         self._penalties = penalties
         self._plan: _Plan | None = None
+        self._steps = 0  # since the plan was made
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> Sampling:
-        """For rows whose next ids stand at position `len(row.generated)` of their output."""
+        """For rows whose next ids stand at position `len(row.generated)` of their output.
+
+        vocab_size: the last dimension of the logits
+        """
         keys = [row_key(row.params.seed, len(row.generated)) for row in rows]
-        return cls(
-            [row.params for row in rows],
-            mx.array(keys, dtype=mx.uint32).reshape(-1, 2),
-            Penalties.of(rows, vocab_size),
-        )
+        return cls([row.params for row in rows], keys, Penalties.of(rows, vocab_size))
 
     def extend(self, other: Sampling) -> None:
         """Takes in the rows of `other`, behind its own. `other` must not be used any more."""
+        self._keys = self._next_keys() + other._next_keys()
         self._params = self._params + other._params
-        self._keys = mx.concatenate([self._keys, other._keys])
         self._penalties.extend(other._penalties)
         self._plan = None
 
     def filter(self, keep: list[int]) -> None:
         """Keeps the rows of these indices, in this order."""
+        keys = self._next_keys()
+        self._keys = [keys[index] for index in keep]
         self._params = [self._params[index] for index in keep]
-        self._keys = self._keys[mx.array(keep, dtype=mx.int32)]
         self._penalties.filter(keep)
         self._plan = None
 
@@ -86,21 +91,26 @@ class Sampling:
         +inf, or without one above -inf, gets its (first) largest.
         """
         if self._plan is None:
-            self._plan = _Plan.of(self._params, logits.shape[-1])
+            self._plan = _Plan.of(self._params, self._keys, logits.shape[-1])
+            self._steps = 0
         logits = self._penalties.apply(logits)
-        ids = self._plan.draw(logits, self._keys)
-        if self._plan.sampled is not None:
-            self._keys = self._keys + mx.array([1, 0], dtype=mx.uint32)
+        ids = self._plan.draw(logits, self._steps)
+        self._steps += 1
         self._penalties.count(ids)
         asking = self._plan.logprobs
         return Drawn(ids, LazyLogprobs.of(logits, ids, asking) if asking else None)
 
+    def _next_keys(self) -> list[Key]:
+        if self._plan is None:
+            return self._keys
+        return [((first + self._steps) % 2**32, second) for first, second in self._keys]
 
-def row_key(seed: int, position: int) -> tuple[int, int]:
-    """The 64 bits that the `position`-th id of a seed is drawn with, as two words.
+
+def row_key(seed: int, position: int) -> Key:
+    """What the `position`-th id of a seed is drawn with, as two words.
 
     The seed is hashed, so that near seeds share nothing; positions are counted up from there, as
-    MLX' generator (Threefry) is made for.
+    MLX's generator (Threefry) is made for.
     """
     digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=8).digest()
     first, second = digest[:4], digest[4:]
@@ -111,10 +121,11 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
 class _Plan:
     """What a step has to compute for the rows of a batch; made anew when one joins or leaves.
 
-    temperature, top_k, top_p and min_p have a row for each of the sampled rows alone.
+    keys, temperature, top_k, top_p and min_p have a row for each of the sampled rows alone.
     """
 
     sampled: Some | None
+    keys: mx.array  # uint32 (rows, 2), of the first step
     temperature: mx.array
     top_k: _TopK | None
     top_p: _TopP | None
@@ -122,11 +133,13 @@ class _Plan:
     logprobs: dict[int, int]
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> _Plan:
-        sampled = [each for each in params if not _greedy(each)]
+    def of(cls, params: Sequence[SamplingParams], keys: Sequence[Key], vocab_size: int) -> _Plan:
+        is_sampled = [not _greedy(each) for each in params]
+        sampled = list(compress(params, is_sampled))
         min_p = [each.min_p for each in sampled]
         return cls(
-            sampled=Some.of([not _greedy(each) for each in params]) if sampled else None,
+            sampled=Some.of(is_sampled) if sampled else None,
+            keys=mx.array(list(compress(keys, is_sampled)), dtype=mx.uint32),
             temperature=_column([each.temperature for each in sampled]),
             top_k=_TopK.of(sampled, vocab_size),
             top_p=_TopP.of(sampled),
@@ -136,12 +149,13 @@ class _Plan:
             },
         )
 
-    def draw(self, logits: mx.array, keys: mx.array) -> mx.array:
-        """Ids int32 (rows,); equal logits: a greedy row gets the lowest id."""
+    def draw(self, logits: mx.array, step: int) -> mx.array:
+        """Ids int32 (rows,) of the step-th step; a greedy row gets the first of its largest."""
         best = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.int32)
         if self.sampled is None:
             return best[:, 0]
-        ids = self._sample(*map(self.sampled.take, (logits, best, keys)))
+        keys = self.keys + mx.array([step, 0], dtype=mx.uint32)
+        ids = self._sample(self.sampled.take(logits), self.sampled.take(best), keys)
         return self.sampled.put(best, ids)[:, 0]
 
     def _sample(self, logits: mx.array, best: mx.array, keys: mx.array) -> mx.array:
