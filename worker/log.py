@@ -9,7 +9,7 @@ import structlog
 
 
 def configure(level: str = "info", **context: str) -> None:
-    """Sets up logging to stderr once; `context` (worker, owner) is on every line."""
+    """Sets up logging to stderr once; `context` (worker, owner) is on every line of any thread."""
     numeric = getattr(logging, level.upper())
     terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
@@ -17,7 +17,7 @@ def configure(level: str = "info", **context: str) -> None:
     )
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            lambda logger, method, event: {**event, **context},
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -27,5 +27,3 @@ def configure(level: str = "info", **context: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(**context)

@@ -153,8 +153,6 @@ class Shard:
         """On the lease thread. A hung engine thread cannot be ended, so the process is."""
         _log.error(
             "engine_hung",
-            worker=self._config.name,
-            owner=self._config.owner,
             stalled_s=round(stalled_s, 1),
             remedy="the process ends, and its service starts it anew; others go on with its jobs. "
             "If a step can take so long, raise --stall-timeout-s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -25,6 +26,9 @@ async def test_a_hung_engine(where: str, build: Build) -> None:
     hung = await house.submit(f"hang@{where}/1", tokens=80)
     name = await house.death()
     assert await asyncio.to_thread(house.workers[name].wait) == EXIT_ENGINE_DIED
+    lines = map(json.loads, house.workers[name].log.read_text().splitlines())
+    [told] = [line for line in lines if line["event"] == "engine_hung"]
+    assert told["worker"] == name and "--stall-timeout-s" in told["remedy"]
     await house.check()
     assert hung.terminal.attempts >= 2
     assert any(reader.terminal.attempts >= 2 for reader in beside)
