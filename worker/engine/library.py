@@ -25,6 +25,7 @@ Library = Literal["mlx-lm", "mlx-vlm"]
 
 WRONG_IN_MLX_VLM = {
     "deepseek_v32": "the index of what to attend to has its positions interleaved",
+    "gemma3_text": "quantised embeddings that are the head too are not read",
     "internlm2": "positions are doubled unless the config scales them linearly",
     "internlm3": "positions are doubled unless the config scales them linearly",
     "lfm2_moe": "experts are weighted by a softmax where the model has sigmoids",
@@ -73,16 +74,15 @@ def libraries(config: dict[str, Any]) -> list[Library]:
     and for code that comes with the model, which mlx-vlm would run unasked.
     """
     kind = mlx_vlm.utils.get_model_type(config) or ""
-    wrong = kind in WRONG_IN_MLX_VLM or _has_another_base(kind, config)
+    wrong = kind in WRONG_IN_MLX_VLM or (kind == "gemma3" and _has_another_base(config))
     if config.get("model_file") or wrong or not _in_mlx_vlm(kind):
         return ["mlx-lm"]
     return ["mlx-vlm", "mlx-lm"]
 
 
-def _has_another_base(kind: str, config: dict[str, Any]) -> bool:
+def _has_another_base(config: dict[str, Any]) -> bool:
     """Of Gemma 3, mlx-vlm takes the usual base of the positions for any that the config states."""
-    text_config = config.get("text_config") or config
-    return kind in ("gemma3", "gemma3_text") and text_config.get("rope_theta", 1e6) != 1e6
+    return bool((config.get("text_config") or {}).get("rope_theta", 1e6) != 1e6)
 
 
 def _in_mlx_vlm(kind: str) -> bool:
