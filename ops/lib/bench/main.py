@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.lib.bench import control, engine
+from ops.lib.bench import control, engine, sampling
 from ops.lib.bench.measure import Report
 from ops.lib.stack import guarded
 
-BENCHMARKS = {"control": control, "engine": engine}
+BENCHMARKS = {"control": control, "engine": engine, "sampling": sampling}
 FILE_COLUMNS = 120
 
 
