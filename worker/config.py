@@ -90,6 +90,10 @@ class Config:
         _require(self.prefix_disk_bytes >= 0, "--prefix-disk-size must not be negative")
         _require(self.kv_bits in (0, 4, 8), "--kv-bits must be 4 or 8, or 0 for off")
         _require(self.max_kv_size >= 0, "--max-kv-size must not be negative")
+        _require(
+            not (self.kv_bits and self.max_kv_size),
+            "--kv-bits and --max-kv-size exclude each other: what is bounded is not quantised",
+        )
         _require(bool(self.metrics_host), "--metrics-host is empty: 0.0.0.0 is all addresses")
         port = self.metrics_port
         _require(port is None or 0 <= port <= 65535, "--metrics-port must be 0 to 65535")

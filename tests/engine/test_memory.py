@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+import typer
 from mlx_lm.generate import BatchGenerator
+from typer.testing import CliRunner
 
+from mlxq.worker import cli, log, service
 from mlxq.worker.amounts import parse_bytes, parse_share
+from mlxq.worker.config import EXIT_BAD_CONFIG, Config
 from mlxq.worker.engine import caches, memory, row_cache
+from mlxq.worker.engine.batch import MlxBatch
 from mlxq.worker.engine.load import load_batch
 from mlxq.worker.engine.memory import (
     GROWTH_IDS,
@@ -35,7 +41,7 @@ from mlxq.worker.engine.row_cache import (
     quantised,
 )
 from tests.engine.architectures import ARCHITECTURES, SHARED
-from tests.engine.rig import prompt_of
+from tests.engine.rig import Rig, prompt_of, request, run
 from tests.engine.tiny import make_tiny_model, write_network
 
 # One of each kind of cache: plain, grouped heads, latent, windows, recurrent, mixed, of mlx-lm.
@@ -48,6 +54,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Network:
     folder = tmp_path_factory.mktemp("models") / "wide"
     config = {"head_dim": 32, "num_hidden_layers": 3}
     return load_model(str(make_tiny_model(folder, config=config))).network
+
+
+@pytest.fixture(scope="module")
+def tiny_wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer; heads wide enough to be quantised."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "m", config={"head_dim": 32})
 
 
 def tiny_of(kind: str, folder: Path, **config: Any) -> Network:
@@ -206,6 +218,52 @@ def test_shares() -> None:
             parse_share(text)
 
 
+# From the command line to the engine
+
+
+def test_flags_reach_the_engine(
+    tiny_wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each changes the batch that is loaded."""
+    loads: list[partial[MlxBatch]] = []
+
+    async def serve(config: Config, load: partial[MlxBatch], *_: object) -> int:
+        loads.append(load)
+        return 0
+
+    monkeypatch.setattr(service, "serve", serve)
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)
+    command = typer.Typer()
+    command.command()(cli.worker)
+    sizes = ["--memory-budget", "3GB", "--prefix-cache", "0.5"]
+    sizes += ["--prefix-disk", str(tmp_path), "--prefix-disk-size", "1MB"]
+    runner = CliRunner()
+    for given in ([], [*sizes, "--max-kv-size", "64"], ["--kv-bits", "4"]):
+        assert runner.invoke(command, [str(tiny_wide), *given]).exit_code == 0
+    for given in (
+        ["--max-kv-size", "64", "--kv-bits", "4"],
+        ["--kv-bits", "3"],
+        ["--kv-bits", "x"],
+    ):
+        assert runner.invoke(command, [str(tiny_wide), *given]).exit_code == EXIT_BAD_CONFIG
+    limits = (mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 30))
+    try:
+        by_default = loads[0]().info
+        assert by_default.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
+        assert not list(tmp_path.iterdir())
+        batch = loads[1]()
+        batch._prefix_cache.close()
+        bounded = batch.info
+        assert bounded.kv_bytes_per_token == 0
+        assert bounded.kv_row_bytes == 64 * by_default.kv_bytes_per_token
+        assert 1e9 < bounded.kv_budget_bytes < 1.2e9 < by_default.kv_budget_bytes
+        assert list(tmp_path.iterdir())
+        assert 0 < loads[2]().info.kv_bytes_per_token < by_default.kv_bytes_per_token / 3
+    finally:
+        mx.set_memory_limit(limits[0])
+        mx.set_cache_limit(limits[1])
+
+
 # Limits of MLX
 
 
@@ -346,6 +404,25 @@ def test_quantised_rows_beside_each_other_are_as_alone(wide: Network) -> None:
     assert second[2] + third[1] == alone[2][:8]
     resumed = greedy(wide, [second[1][-1]], caches.merge([parked]), 4)[0]
     assert first[1] + second[1] + resumed == alone[1]
+
+
+def test_quantised_rows_through_the_batch(tiny_wide: Path) -> None:
+    """Whoever decodes beside a row, and whether it came late: its output is that of it alone."""
+    loaded = load_model(str(tiny_wide))
+    requests = [
+        request(f"{index}", prompt_of(length, index), max_tokens=12)
+        for index, length in enumerate((5, 70, 33, 150))
+    ]
+    options = CacheOptions(kv_bits=8)
+    alone: dict[str, list[int]] = {}
+    for one in requests:
+        alone |= run(loaded, one, options=options)
+    rig = Rig(loaded, options=options, max_batch=3, prefill_step=32)
+    rig.admit(*requests[:2])
+    rig.step_until("0", 4)
+    rig.admit(*requests[2:])
+    assert rig.finish() == alone
+    assert set(rig.finishes().values()) == {"length"}
 
 
 def test_quantising_leaves_the_row_as_it_was(wide: Network) -> None:

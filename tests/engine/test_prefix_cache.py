@@ -269,6 +269,23 @@ def test_of_a_row_too_large_its_beginning_is_kept(plain: Network) -> None:
     assert 300 < reused < 600
 
 
+@pytest.mark.parametrize("kind", ["plain", "rotating"])
+def test_a_row_that_brings_nothing_new_need_not_be_copied(
+    networks: Callable[[str], Network], kind: str
+) -> None:
+    network = networks(kind)
+    prefixes = of(network)
+    prompt = prompt_of(128)
+    cache = network.make_cache()
+    read(network, prompt, cache)
+    assert prefixes.wants(prompt) and not prefixes.wants(prompt[:31])
+    prefixes.put(prompt, cache)
+    assert not prefixes.wants(prompt)
+    assert prefixes.wants(prompt, "other salt")
+    assert prefixes.wants(prompt + prompt_of(64, 1))
+    assert prefixes.wants(prompt + [5]) == (kind == "rotating")
+
+
 def test_room_is_made_only_for_what_is_not_there(plain: Network) -> None:
     prefixes = of(plain, memory_bytes=150_000)
     serve(plain, prefixes, prompt_of(128, 1))

@@ -135,17 +135,24 @@ class PrefixCache:
         self._reused_ids += length
         return Hit(as_lm(cache) if self._native else cache, length)
 
+    def wants(self, ids: Sequence[int], salt: str = "") -> bool:
+        """Whether a `put` of these ids would keep anything new: ask before copying a row for it."""
+        if self._memory is None:
+            return False
+        extra_hash = apc.tenant_scoped_hash(salt)
+        if self._blocks:
+            return self._memory.has_new_block(list(ids), extra_hash)
+        return len(ids) >= CHECKPOINT_IDS and not self._memory.has_checkpoint(ids, extra_hash)
+
     def put(self, ids: Sequence[int], cache: Cache, salt: str = "") -> None:
         """Keeps what a row has read: its own cache, which holds exactly `ids`.
 
         The cache stays the caller's. Nothing is kept of a row whose layers were quantised: what is
         found must be what reading would have given.
         """
-        least = BLOCK_IDS if self._blocks else CHECKPOINT_IDS
-        if self._memory is None or len(ids) < least:
+        if not self.wants(ids, salt) or list(map(type, cache)) != list(map(type, self._fresh)):
             return
-        if list(map(type, cache)) != list(map(type, self._fresh)):
-            return
+        assert self._memory is not None
         row = as_vlm(cache)
         if not self._is_row(row, len(ids)):
             _log.error("prefix_not_put", reason="the cache does not hold what it should")
@@ -153,7 +160,7 @@ class PrefixCache:
         extra_hash = apc.tenant_scoped_hash(salt)
         if self._blocks:
             self._memory.put_blocks(list(ids), row, extra_hash)
-        elif not self._memory.has_checkpoint(ids, extra_hash):
+        else:
             self._memory.store_exact_cache(ids, row, extra_hash=extra_hash)
 
     def checkpoints(self, ids: Sequence[int], already: int = 0, salt: str = "") -> list[int]:

@@ -56,21 +56,30 @@ class PrefixMemory(apc.APCManager):  # type: ignore[misc]  # the library has no 
         self._layer_major_memory_min_tokens = 0
         self._max_pool_tensors = MAX_BUFFERS
 
+    def has_new_block(self, ids: list[int], salt: int) -> bool:
+        """Whether a full block of `ids` is not kept; those that are become the latest used."""
+        known, length = self.lookup_prefix(ids, salt)
+        self._used(known)
+        return int(length) + BLOCK_IDS <= len(ids)
+
     def put_blocks(self, ids: list[int], row: Sequence[Any], salt: int) -> None:
-        """Keeps the full blocks of a row; those that are there already become the latest used."""
+        """Keeps the full blocks of a row."""
         known, length = self.lookup_prefix(ids, salt)
         self._leased_bytes = len(known) * self._block_bytes
-        blocks = list(known)
         try:
-            if length + BLOCK_IDS <= len(ids):
-                blocks += apc.harvest_blocks_from_batch_cache(
-                    self, row, ids, extra_hash=salt, skip_first_n_tokens=length
-                )
+            new = apc.harvest_blocks_from_batch_cache(
+                self, row, ids, extra_hash=salt, skip_first_n_tokens=length
+            )
+            known = known + new
         finally:
             self._leased_bytes = 0
-            self.release(blocks)
+            self._used(known)
+
+    def _used(self, blocks: list[Any]) -> None:
+        """Releases blocks of one row, which become the latest used, on disk too."""
+        self.release(blocks)
         if self.disk is not None:
-            self.disk.touch([block.block_hash for block in known])
+            self.disk.touch([block.block_hash for block in blocks])
 
     def has_checkpoint(self, ids: Sequence[int], salt: int) -> bool:
         """Whether these very ids are kept; they become the latest used."""
