@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from mlxq.protocol.errors import BadRequest
@@ -34,11 +36,14 @@ class Tokenizer:
         """The tokenizer in a model's folder. Code in the folder runs only if it is trusted."""
         from transformers import AutoTokenizer  # takes a second, which --help need not pay
 
-        return cls(
-            AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=trust_remote_code
-            )
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
         )
+        # Where older multimodal models keep it, for their processor.
+        template = Path(path) / "chat_template.json"
+        if tokenizer.chat_template is None and template.is_file():
+            tokenizer.chat_template = json.loads(template.read_text())["chat_template"]
+        return cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """A raw prompt, with the special tokens that the tokenizer puts around a text (BOS)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,12 @@ def test_load_reads_a_folder(tmp_path: Path) -> None:
     assert loaded.longest_token == made.longest_token
     stage = OutputStage(loaded, ["日本"])
     assert stage.feed(loaded.encode(text)).text == "the hello "
+
+
+def test_load_finds_the_template_beside_a_processor(tmp_path: Path) -> None:
+    _, bare = sample("metaspace")
+    bare.save_pretrained(tmp_path)
+    template = {"chat_template": "{{ messages[0].role }}: {{ messages[0].content }}"}
+    (tmp_path / "chat_template.json").write_text(json.dumps(template))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert tokenizer.apply_template(chat(("user", "the hello"))) == "user: the hello"
