@@ -15,6 +15,7 @@ from mlxq.worker.engine.draw import (
     MISS,
     NucleusPlan,
     _nucleus_bound,
+    draw,
     draw_nucleus,
     in_blocks,
     largest,
@@ -174,6 +175,16 @@ def test_the_bound_of_the_nucleus_is_that_of_a_sorted_row(scale: float) -> None:
     bound = _nucleus_bound(in_blocks(weights, 0.0), weights, mx.array(mass, mx.float32), depth)
     assert clear.mean() > 0.95
     assert np.array_equal(np.array(bound)[clear, 0], expected[clear].astype(np.float32))
+
+
+def test_no_number_draws_an_id_without_weight() -> None:
+    weights = np.zeros((1, 5 * 64), dtype=np.float32)
+    weights[0, [70, 71, 100, 200]] = [1.0, 1e-20, 2.0, 1.0]
+    extremes = np.array([0.0, 1e-7, 0.25, 0.75, 1 - 2.0**-24], dtype=np.float32)
+    numbers = mx.array(np.stack(np.meshgrid(extremes, extremes)).reshape(1, 2, -1))
+    ids, heights = draw(in_blocks(mx.array(weights), 0.0), numbers)
+    assert set(np.array(ids)[0]) == {70, 100, 200}
+    assert np.array_equal(np.array(heights), weights[:, np.array(ids)[0]])
 
 
 @pytest.mark.parametrize(("share", "bound"), [(0.499, 4.0), (0.5, 4.0), (0.501, 2.0), (0.9, 1.0)])
