@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from rich.console import Group, RenderableType
 
 from ops.lib.bench import joins, prefix, steps, through_redis
@@ -79,7 +80,7 @@ def measure(options: argparse.Namespace) -> Report:
             report = PARTS[name](model, options)
             tables.append(report.table)
             parts[name] = report.data
-    about["model"] = model.name
+    about |= {"model": model.name, "device": mx.device_info().get("device_name", "cpu")}
     data = {"benchmark": "engine", "rounds": options.rounds, "parts": parts, "machine": about}
     return Report(Group(*tables), data)
 

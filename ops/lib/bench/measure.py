@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
-PACKAGES = ("mlx", "mlx-lm", "redis", "mlxq")
+import mlxq
+
+PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "redis")
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ def machine() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
+        "mlxq": mlxq.__version__,
     }
 
 
