@@ -25,7 +25,7 @@ from mlxq.worker.engine.sampling import Drawn, RowSampling, Sampling, row_key
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LOGITS = np.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -4.0])
-ROWS = 1_500
+ROWS = 1_000
 
 
 def sampling(*params: SamplingParams, vocab_size: int, generated: int = 0) -> Sampling:
