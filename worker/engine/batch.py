@@ -33,10 +33,10 @@ class MlxBatch:
     that was parked waits again, with its cache. What waits and what prefills goes by rank: the
     higher priority first, then the earlier arrival.
 
-    A step sets a chunk of one prefill going, then a decode step, and waits for those of the call
-    before. Rows that are ready join after that. Decode results do not depend on any prefill: a row
-    whose prefill raises is run again alone, and fails if it raises alone while a known good row
-    does not.
+    A step sets a chunk of one prefill going, then a decode step, and waits for the decode step of
+    the call before. Rows that are ready join after that. Decode results do not depend on any
+    prefill: a row whose prefill raises is run again alone, and fails if it raises alone while a
+    known good row does not.
 
     max_batch     rows with a slot
     prefill_step  most prompt ids that one step reads
@@ -76,9 +76,8 @@ class MlxBatch:
         self._cancelled: set[Row] = set()
         self._outbox: list[Output] = []
         self._clear_rhythm = ClearRhythm(cache_limit_bytes)
-        self._chunk: tuple[Chunk, float] | None = None
-        self._launched_at: float | None = None
-        self._waited_at = 0.0
+        self._launched = False
+        self._read_at = 0.0
 
     @property
     def busy(self) -> bool:
@@ -110,16 +109,18 @@ class MlxBatch:
     def step(self) -> list[Output]:
         self._sweep()
         self._start_waiting()
-        chunk_at, chunk = time.perf_counter(), self._read_chunk()
-        due, launch_at = self._decoding.unread > 0, time.perf_counter()
+        started_at = time.perf_counter()
+        chunk = self._read_chunk()
+        due = self._decoding.unread > 0
         launched = self._decoding.launch()
-        self._await_chunk()
         if due:
-            self._read()
+            self._read(chunk)
+        elif chunk is not None and not launched:
+            mx.eval(chunk.results)
+            self._pace.chunk_alone(chunk.ids, chunk.context, time.perf_counter() - started_at)
+        self._launched = launched
         if chunk is not None and chunk.ready is not None:
             self._join(chunk.ready)
-        self._chunk = (chunk, chunk_at) if chunk is not None else None
-        self._launched_at = launch_at if launched else None
         outputs, self._outbox = self._outbox, []
         self._clear_rhythm.stepped(idle=not self.busy)
         return outputs
@@ -129,7 +130,7 @@ class MlxBatch:
         self._prefix_cache.close()
         self._waiting.clear()
         self._cancelled.clear()
-        self._network = self._chunk = None
+        self._network = None
         del self._prefilling, self._decoding
         mx.clear_cache()
         # A thread that ends with MLX streams of its own can abort the process at exit.
@@ -152,13 +153,13 @@ class MlxBatch:
 
     # Decoding
 
-    def _read(self) -> None:
+    def _read(self, chunk: Chunk | None = None) -> None:
         """Puts out the ids of the oldest step in flight; rows that end with them leave."""
         outputs = self._decoding.read()
         now = time.perf_counter()
-        if self._launched_at is not None:
-            self._pace.stepped(now - max(self._launched_at, self._waited_at))
-        self._waited_at = now
+        if self._launched:
+            self._pace.step(now - self._read_at, chunk and (chunk.ids, chunk.context))
+        self._read_at = now
         self._outbox += outputs
         self._leave([index for index, output in enumerate(outputs) if output.finish])
 
@@ -258,7 +259,10 @@ class MlxBatch:
 
     def _read_chunk(self) -> Chunk | None:
         """Sets the next chunk going."""
-        turn = self._prefilling.next(decoding=bool(self._decoding.rows))
+        decoding = bool(self._decoding.rows)
+        turn = None
+        if not (decoding and self._pace.resting):
+            turn = self._prefilling.next(decoding=decoding)
         if turn is None:
             return None
         prefill, ids = turn
@@ -272,16 +276,6 @@ class MlxBatch:
             if prefill.held in prefill.rows[0].stops:
                 self._keep_prefix(prefill.rows[0], prefill.cache, prefill.held)
         return chunk
-
-    def _await_chunk(self) -> None:
-        """Waits for the chunk of the last call."""
-        if self._chunk is None:
-            return
-        chunk, started_at = self._chunk
-        mx.eval(chunk.done)
-        now = time.perf_counter()
-        self._pace.chunk_read(chunk.ids, chunk.context, now - max(started_at, self._waited_at))
-        self._waited_at = now
 
     def _isolate(self, rows: list[Row], error: Exception) -> None:
         """Finds who is at fault for a prefill that raised: a row, or the engine.

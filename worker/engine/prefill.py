@@ -32,13 +32,13 @@ class Chunk(NamedTuple):
 
     ids      that it reads, padding included
     context  ids that the rows held before
-    done     evaluated when the chunk is; it holds no memory of the cache
+    results  what it computes; not to be held on to, or their buffers cannot be used again
     ready    the rows, if these were their last ids
     """
 
     ids: int
     context: int
-    done: mx.array
+    results: list[mx.array]
     ready: Ready | None
 
 
@@ -105,16 +105,13 @@ class Prefill:
             self._forward(parts, cache)
         self._rest = [rest[len(part) :] for rest, part in zip(self._rest, parts, strict=True)]
         self._held += count + last
-        if not last:
-            kept = caches.arrays(cache)
-            done = _after(kept[-1])
-            mx.async_eval(kept, done)  # type: ignore[no-untyped-call]
-            return Chunk(count * len(self.rows), held, done, None)
-        ready = self._draw(cache)
-        reports = ready.drawn.logprobs.arrays if ready.drawn.logprobs else []
-        kept = caches.arrays(cache)
-        mx.async_eval(kept, ready.drawn.ids, reports)  # type: ignore[no-untyped-call]
-        return Chunk((count + 1) * len(self.rows), held, ready.drawn.ids, ready)
+        ready = self._draw(cache) if last else None
+        results = caches.arrays(cache)
+        if ready is not None:
+            results.append(ready.drawn.ids)
+            results += ready.drawn.logprobs.arrays if ready.drawn.logprobs else []
+        mx.async_eval(results)  # type: ignore[no-untyped-call]
+        return Chunk((count + last) * len(self.rows), held, results, ready)
 
     def give_back(self) -> None:
         """A single row takes what has been read along, to go on from there another time."""
@@ -154,8 +151,3 @@ class Prefill:
         sampling = Sampling.of([row.sampling for row in self.rows], self._network.vocab_size)
         drawn = sampling.draw(logits)
         return Ready(self.rows, cache, len(self.rows) > 1, sampling, drawn)
-
-
-def _after(array: mx.array) -> mx.array:
-    """A number that is known when the array is. A part of it would keep its buffer from reuse."""
-    return array[(0,) * array.ndim] + 0
