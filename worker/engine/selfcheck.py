@@ -47,7 +47,7 @@ def self_check(loaded: LoadedModel, options: CacheOptions) -> LoadedModel:
     raises.
     """
     network = loaded.network
-    expected = {row.key: _alone(network, options, row) for row in _rows(network)}
+    expected = {row.key: _alone(network, options, row) for row in _rows(network, options)}
     side_by_side = network.padding_is_exact and options.kv_bits is None
     reason = _difference(network, options, expected, side_by_side=side_by_side)
     if reason and side_by_side:
@@ -60,10 +60,11 @@ def self_check(loaded: LoadedModel, options: CacheOptions) -> LoadedModel:
     return replace(loaded, info=replace(loaded.info, max_batch=1))
 
 
-def _rows(network: Network) -> list[Row]:
+def _rows(network: Network, options: CacheOptions) -> list[Row]:
     """Two short rows, then the long one."""
-    window = network.window if network.window and network.window <= LONGEST_WINDOW else 0
-    long = max(2 * CHUNK + 4, window + CHUNK + 4)
+    windows = [window for window in (network.window, options.max_kv_size) if window is not None]
+    wrapping = [window + CHUNK + 4 for window in windows if window <= LONGEST_WINDOW]
+    long = max([2 * CHUNK + 4, *wrapping])
     rows = []
     for number, (length, count) in enumerate([(2, 2), (5, 4), (long, 2)]):
         prompt = [(7919 * number + 104_729 * index) % network.vocab_size for index in range(length)]
@@ -95,7 +96,7 @@ def _difference(
 
 
 def _together(network: Network, options: CacheOptions, side_by_side: bool) -> dict[RowKey, _Output]:
-    first, second, late = _rows(network)
+    first, second, late = _rows(network, options)
     batch = DecodeBatch(network, options)
     for rows in [[first, second]] if side_by_side else [[first], [second]]:
         _join(batch, Prefill(network, rows, options), chunk=CHUNK)
