@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_vlm import apc
 
 from mlxq.worker.engine import caches, prefix_cache, prefix_store
 from mlxq.worker.engine.models import LoadedModel, load_model
@@ -241,6 +243,23 @@ def test_salts_share_nothing(networks: Callable[[str], Network], kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["plain", "rotating"])
+def test_salts_share_nothing_on_disk(
+    networks: Callable[[str], Network], tmp_path: Path, kind: str
+) -> None:
+    network = networks(kind)
+    prefixes = of(network, memory_bytes=0, disk=tmp_path, disk_bytes=1 << 24)
+    prompt = prompt_of(300)
+    serve(network, prefixes, prompt[:129], "a")
+    serve(network, prefixes, prompt[:257], "b")
+    prefixes.drain()
+    for salt, length in (("a", 128), ("b", 256)):
+        hit = prefixes.take(prompt, salt)
+        assert hit is not None and length <= hit.length < length + 9
+    assert prefixes.take(prompt) is None
+    prefixes.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "rotating"])
 def test_eviction_stays_under_the_bound(networks: Callable[[str], Network], kind: str) -> None:
     network = networks(kind)
     bound = 150_000
@@ -293,7 +312,19 @@ def test_room_is_made_only_for_what_is_not_there(plain: Network) -> None:
     for turn in range(4):
         output, _ = serve(plain, prefixes, chat)
         chat = chat + output + prompt_of(20, turn)
-    assert prefixes.take(prompt_of(128, 1) + [5]) is not None, "there was room for both"
+    hit = prefixes.take(prompt_of(128, 1) + [5])
+    assert hit is not None and hit.length == 128, "there was room for both"
+
+
+def test_of_a_row_the_end_is_forgotten_first(plain: Network) -> None:
+    """And no more than what another needs: 9 blocks fit, the rows have 6 and 5."""
+    prefixes = of(plain, memory_bytes=150_000)
+    first, second = prompt_of(384, 1), prompt_of(320, 2)
+    serve(plain, prefixes, first, count=1)
+    serve(plain, prefixes, second, count=1)
+    for prompt, length in ((second, 320), (first, 256)):
+        hit = prefixes.take(prompt + [5])
+        assert hit is not None and hit.length == length
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -564,8 +595,11 @@ def test_variables_of_the_library_change_nothing(
         "APC_LAYER_MAJOR_MEMORY_MIN_TOKENS": "1",
     }.items():
         monkeypatch.setenv(name, value)
+    # Nor does what else runs on the machine.
+    monkeypatch.setattr(apc, "_free_ram_bytes", lambda: 0)
     prompt = prompt_of(150)
     prefixes = of(network, disk=tmp_path, disk_bytes=1 << 24)
+    assert os.environ["APC_HASH"] == "sha256"
     serve(network, prefixes, prompt)
     assert serve(network, prefixes, prompt) == (cold(network, prompt), 128)
     prefixes.close()
