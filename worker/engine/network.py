@@ -97,8 +97,9 @@ def _repair(model: nn.Module) -> None:
     """Mends in place what both libraries get wrong for a batch."""
     if getattr(model, "model_type", None) == "gemma2":
         for layer in model.layers:
-            if layer.self_attn.repeats > 1:
-                layer.self_attn = _GroupedMask(layer.self_attn)
+            attention = layer.self_attn
+            if not isinstance(attention, _GroupedMask) and attention.repeats > 1:
+                layer.self_attn = _GroupedMask(attention)
 
 
 def _kind(cache: Any) -> LayerKind:
