@@ -117,7 +117,7 @@ class MlxBatch:
             self._read(chunk)
         elif chunk is not None and not launched:
             mx.eval(chunk.results)
-            self._pace.chunk_alone(chunk.ids, chunk.context, time.perf_counter() - started_at)
+            self._pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
         self._launched = launched
         if chunk is not None and chunk.ready is not None:
             self._join(chunk.ready)
@@ -158,7 +158,7 @@ class MlxBatch:
         outputs = self._decoding.read()
         now = time.perf_counter()
         if self._launched:
-            self._pace.step(now - self._read_at, chunk and (chunk.ids, chunk.context))
+            self._pace.step(now - self._read_at, chunk and chunk.ids)
         self._read_at = now
         self._outbox += outputs
         self._leave([index for index, output in enumerate(outputs) if output.finish])

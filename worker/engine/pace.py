@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import fmean, median
-from typing import NamedTuple
+from statistics import median
 
 FIRST_IDS = 64
 """Of a chunk whose speed nobody knows yet; a slow CPU reads so many in seconds."""
 
-LEAST_IDS = 32
+LEAST_IDS = 16
 """Fewer cost a forward pass hardly less."""
-
-GROWTH = 4
-"""A chunk has at most so many times the ids of those that were measured."""
 
 IDLE_S = 1.0
 """What a chunk may take while no row decodes: a new row or an abort waits so long."""
@@ -21,58 +17,72 @@ IDLE_S = 1.0
 SHARE = 1.6
 """What a chunk may take of the time of a decode step: a step with one takes 2.6 times as long."""
 
-RUN_CHUNKS = 4
+RUN_CHUNKS = 2
 """Chunks beside decode steps are measured so many at a time."""
 
 REST_STEPS = 32
 """After so many steps with a chunk come two without, to see what a step takes now."""
 
-DOUBT = 0.01
-"""How much contexts must differ, as a share of their squares, to tell how time grows with them."""
+PROBE = 1.5
+"""Growth of a chunk that took less than ENOUGH of its time: how much is for itself, and not for its
+ids, shows only by trying."""
 
+ENOUGH = 0.8
+MOST_GROWTH, MOST_SHRINK = 4.0, 0.4
+"""What a single measurement may do to the size of the next chunk."""
 
-class _Sample(NamedTuple):
-    """Chunks measured together: how large one is, where in its row, and seconds per id.
-
-    weight  ids in all
-    """
-
-    chunk_ids: float
-    context: float
-    id_s: float
-    weight: float
+TAIL = 1.5
+"""A prompt of up to so many chunks is read in one: a small rest would cost a whole forward pass."""
 
 
 class Pace:
-    """Learns from the last chunks and decode steps. Engine thread only.
+    """Steers the size of chunks by the time the last ones took. Engine thread only.
+
+    One size for chunks that run alone, one for those beside decode steps: each is multiplied by
+    what its time may be over what it was. So it settles at the time allowed, whatever a chunk
+    costs for itself, for each id, and for each id of context.
 
     Beside decode steps a chunk is not timed by itself: the device works in the order it was told,
     but how far the host runs ahead of it differs between devices. In a run of steps the times
     add up whatever the order: what the decode steps alone would have taken is taken off.
-
-    The time of an id is a straight line over the ids that its row holds already, since attention
-    reads those, fitted to the last samples by least squares.
 
     most_ids  no chunk has more
     """
 
     def __init__(self, most_ids: int) -> None:
         self._most_ids = most_ids
-        self._samples: deque[_Sample] = deque(maxlen=8)
+        self._idle_ids = self._within(FIRST_IDS)
+        self._busy_ids: float | None = None
+        self._id_s: float | None = None  # of the last chunk alone
         self._steps_s: deque[float] = deque(maxlen=5)
         self._busy_steps = 0
-        self._before: tuple[int, int] | None = None
-        self._run: list[tuple[int, int]] = []
+        self._before: int | None = None
+        self._run: list[int] = []
         self._run_s = 0.0
         self._run_steps = 0
         self._carried = 0.0
 
-    def chunk_alone(self, ids: int, context: int, seconds: float) -> None:
-        """A chunk of so many ids, after `context` others of its row, took so long by itself."""
-        self._learn([(ids, context)], ids, seconds)
+    def size(self, *, decoding: bool) -> int:
+        """Ids of the next chunk, beside a decode step or not."""
+        if not decoding:
+            return int(self._idle_ids)
+        if self._busy_ids is None:
+            known = self._id_s if self._steps_s else None
+            self._busy_ids = self._within(self._budget_s / known if known else FIRST_IDS)
+        return int(self._busy_ids)
 
-    def step(self, seconds: float, chunk: tuple[int, int] | None) -> None:
-        """So long after the last, a decode step was read; a chunk of ids and context was set going.
+    def ids(self, left: int, *, decoding: bool) -> int:
+        """For the next chunk of a prompt with so many ids left."""
+        size = self.size(decoding=decoding)
+        return min(left, self._most_ids) if left <= TAIL * size else size
+
+    def chunk_alone(self, ids: int, seconds: float) -> None:
+        """A chunk of so many ids took so long by itself."""
+        self._id_s = seconds / ids
+        self._idle_ids = self._steered(self._idle_ids, ids, seconds, IDLE_S)
+
+    def step(self, seconds: float, chunk: int | None) -> None:
+        """So long after the last, a decode step was read; a chunk of so many ids was set going.
 
         Work that is set going in a step is done in it or in the next: of a chunk at the edge of a
         run one half counts.
@@ -89,55 +99,37 @@ class Pace:
             self._run.append(chunk)
             if len(self._run) < RUN_CHUNKS:
                 return
-        over = 0.0 if chunk is None else chunk[0] / 2
-        if self._run:
-            ids = sum(count for count, _ in self._run) + self._carried - over
-            alone_s = self._run_steps * median(self._steps_s) if self._steps_s else 0.0
-            self._learn(self._run, ids, max(self._run_s - alone_s, 0.05 * self._run_s))
+        over = 0.0 if chunk is None else chunk / 2
+        ids = sum(self._run) + self._carried - over
+        if self._run and self._steps_s and self._busy_ids is not None:
+            alone_s = self._run_steps * median(self._steps_s)
+            chunks_s = max(self._run_s - alone_s, 0.05 * self._run_s)
+            share = ids / sum(self._run)
+            size = sum(self._run) / len(self._run)
+            each_s = chunks_s / (len(self._run) * share)
+            self._busy_ids = self._steered(self._busy_ids, size, each_s, self._budget_s)
         self._run, self._run_s, self._run_steps, self._carried = [], 0.0, 0, over
 
     @property
     def resting(self) -> bool:
-        """Whether the next step should have no chunk."""
-        return self._busy_steps >= REST_STEPS
+        """Whether the next step beside decoding rows should have no chunk."""
+        return not self._steps_s or self._busy_steps >= REST_STEPS
 
-    def ids(self, context: int, *, decoding: bool) -> int:
-        """For the next chunk of a row that holds `context` ids, beside a decode step or not."""
-        if not self._samples:
-            return min(FIRST_IDS, self._most_ids)
-        if not decoding:
-            budget_s = IDLE_S
-        elif self._steps_s:
-            budget_s = SHARE * median(self._steps_s)
-        else:
-            return min(LEAST_IDS, self._most_ids)
-        grown = int(GROWTH * max(sample.chunk_ids for sample in self._samples))
-        return min(max(LEAST_IDS, min(self._fit(context, budget_s), grown)), self._most_ids)
+    @property
+    def _budget_s(self) -> float:
+        return SHARE * median(self._steps_s)
 
-    def _learn(self, chunks: list[tuple[int, int]], ids: float, seconds: float) -> None:
-        size = fmean(count for count, _ in chunks)
-        context = fmean(held + count / 2 for count, held in chunks)
-        self._samples.append(_Sample(size, context, max(seconds, 1e-9) / ids, ids))
+    def _steered(self, size: float, read: float, seconds: float, budget_s: float) -> float:
+        """The next size, after a chunk of `read` ids took so long.
 
-    def _fit(self, context: int, budget_s: float) -> int:
-        """The most ids n whose n * (base + slope * (context + n / 2)) is within the budget."""
-        base, slope = self._line()
-        first_s = base + slope * context
-        if slope <= 0.0:
-            return int(budget_s / first_s)
-        root = (first_s * first_s + 2.0 * slope * budget_s) ** 0.5
-        return int((root - first_s) / slope)
+        In proportion no more fit than really do, since a chunk also costs for itself.
+        """
+        fitting = read * budget_s / max(seconds, 1e-9)
+        if fitting < read:
+            return self._within(max(fitting, MOST_SHRINK * read))
+        if read >= size / 2 and seconds < ENOUGH * budget_s:
+            fitting = max(fitting, PROBE * size)
+        return self._within(max(size, min(fitting, MOST_GROWTH * read)))
 
-    def _line(self) -> tuple[float, float]:
-        """Seconds per id at an empty context, above zero, and how many more for each id of it."""
-        weights = [sample.weight for sample in self._samples]
-        mean_context = fmean((sample.context for sample in self._samples), weights)
-        mean_s = fmean((sample.id_s for sample in self._samples), weights)
-        spread = together = 0.0
-        for _, context, id_s, weight in self._samples:
-            spread += weight * (context - mean_context) ** 2
-            together += weight * (context - mean_context) * (id_s - mean_s)
-        # Contexts that hardly differ tell little of a slope: its estimate is drawn towards zero.
-        doubt = DOUBT * sum(weights) * mean_context**2
-        slope = min(max(0.0, together / (spread + doubt)), 0.8 * mean_s / mean_context)
-        return mean_s - slope * mean_context, slope
+    def _within(self, ids: float) -> float:
+        return min(max(ids, float(min(LEAST_IDS, self._most_ids))), float(self._most_ids))

@@ -31,13 +31,11 @@ class Chunk(NamedTuple):
     """What one call has set going; nothing waits for it yet.
 
     ids      that it reads, padding included
-    context  ids that the rows held before
     results  what it computes; not to be held on to, or their buffers cannot be used again
     ready    the rows, if these were their last ids
     """
 
     ids: int
-    context: int
     results: list[mx.array]
     ready: Ready | None
 
@@ -98,7 +96,7 @@ class Prefill:
         cache alone, and the last id of all is read on its own.
         """
         cache = self._begin() if self._cache is None else self._cache
-        held, last = self._held, self.left <= ids
+        last = self.left <= ids
         count = self.left - 1 if last else ids
         parts = [rest[: len(rest) - 1] if last else rest[:count] for rest in self._rest]
         if any(parts):
@@ -111,7 +109,7 @@ class Prefill:
             results.append(ready.drawn.ids)
             results += ready.drawn.logprobs.arrays if ready.drawn.logprobs else []
         mx.async_eval(results)  # type: ignore[no-untyped-call]
-        return Chunk((count + last) * len(self.rows), held, results, ready)
+        return Chunk((count + last) * len(self.rows), results, ready)
 
     def give_back(self) -> None:
         """A single row takes what has been read along, to go on from there another time."""

@@ -60,11 +60,12 @@ class Turns:
             return None
         first = self._whose_turn()
         self._look_up(first.rows[0])
-        ids = self._pace.ids(first.held, decoding=decoding)
-        chosen = self._with_others(first, ids)
+        size = self._pace.size(decoding=decoding)
+        chosen = self._with_others(first, size)
         self._prefills = [each for each in self._prefills if each not in chosen]
         if len(chosen) > 1:
-            return self._new([each.rows[0] for each in chosen]), ids // len(chosen)
+            return self._new([each.rows[0] for each in chosen]), size // len(chosen)
+        ids = self._pace.ids(first.left, decoding=decoding)
         stop = next((length for length in first.rows[0].stops if length > first.held), None)
         return first, ids if stop is None else min(ids, stop - first.held)
 
