@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from itertools import count
+from itertools import count, starmap
 from typing import Any
 
 import mlx.core as mx
 import structlog
 
 from mlxq.worker.engine import caches
-from mlxq.worker.engine.decode import DecodeBatch
-from mlxq.worker.engine.memory import ClearRhythm, KvCost
+from mlxq.worker.engine.groups import DecodeGroups
+from mlxq.worker.engine.memory import ClearRhythm, KvCost, model_bytes
 from mlxq.worker.engine.models import LoadedModel
 from mlxq.worker.engine.pace import Pace
 from mlxq.worker.engine.prefill import Chunk, Prefill, Ready
@@ -72,8 +72,13 @@ class MlxBatch:
         self._prefilling = Turns(
             lambda rows: Prefill(self._network, rows, self._options), self._look_up, self._pace
         )
-        self._decoding = DecodeBatch(self._network, self._options)
-        self._cancelled: set[Row] = set()
+        self._decoding = DecodeGroups(
+            self._network,
+            self._options,
+            token_bytes=self._kv_cost.bytes_per_token,
+            weight_bytes=model_bytes(self._network),
+        )
+        self._cancelled: list[Row] = []
         self._outbox: list[Output] = []
         self._clear_rhythm = ClearRhythm(cache_limit_bytes)
         self._launched = False
@@ -102,7 +107,9 @@ class MlxBatch:
         self._waiting = [row for row in self._waiting if row.key != key]
         self._prefilling.drop(key)
         self._outbox = [output for output in self._outbox if output.key != key]
-        self._cancelled.update(row for row in self._decoding.rows if row.key == key)
+        self._cancelled += [
+            row for row in self._decoding.rows if row.key == key and row not in self._cancelled
+        ]
         if len(self._cancelled) == len(self._decoding.rows):
             self._sweep()
 
@@ -111,19 +118,18 @@ class MlxBatch:
         self._start_waiting()
         started_at = time.perf_counter()
         chunk = self._read_chunk()
-        due = self._decoding.unread > 0
         launched = self._decoding.launch()
-        if due:
-            self._read(chunk)
+        if outputs := self._decoding.read():
+            self._put_out(outputs, chunk)
         elif chunk is not None and not launched:
             mx.eval(chunk.results)
             self._pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
         self._launched = launched
         if chunk is not None and chunk.ready is not None:
             self._join(chunk.ready)
-        outputs, self._outbox = self._outbox, []
+        put_out, self._outbox = self._outbox, []
         self._clear_rhythm.stepped(idle=not self.busy)
-        return outputs
+        return put_out
 
     def close(self) -> None:
         """Frees rows and model; the thread must then end, and its streams with it."""
@@ -153,30 +159,26 @@ class MlxBatch:
 
     # Decoding
 
-    def _read(self, chunk: Chunk | None = None) -> None:
-        """Puts out the ids of the oldest step in flight; rows that end with them leave."""
-        outputs = self._decoding.read()
+    def _put_out(self, outputs: list[tuple[Row, Output]], chunk: Chunk | None = None) -> None:
+        """The ids of a step that was waited for; rows that end with them leave."""
         now = time.perf_counter()
-        if self._launched:
+        if self._launched and outputs:
             self._pace.step(now - self._read_at, chunk and chunk.ids)
         self._read_at = now
-        self._outbox += outputs
-        self._leave([index for index, output in enumerate(outputs) if output.finish])
+        self._outbox += [output for _, output in outputs]
+        self._leave([row for row, output in outputs if output.finish])
 
     def _sweep(self) -> None:
         """Cancelled rows leave."""
-        if self._cancelled:
-            rows = enumerate(self._decoding.rows)
-            self._leave([index for index, row in rows if row in self._cancelled])
-            self._cancelled.clear()
+        self._leave(self._cancelled)
+        self._cancelled = []
 
-    def _leave(self, indices: list[int]) -> None:
-        """Rows leave the decode batch for good; the prefix cache gets what they have read."""
-        if indices and self._prefix_cache.enabled:
-            found = self._decoding.extract(indices)
-            for index, (cache, held) in zip(indices, found, strict=True):
-                self._keep_prefix(self._decoding.rows[index], cache, held)
-        self._decoding.leave(indices)
+    def _leave(self, rows: list[Row]) -> None:
+        """Rows leave for good; the prefix cache gets what they have read."""
+        if rows and self._prefix_cache.enabled:
+            for row, (cache, held) in self._decoding.extract(rows).items():
+                self._keep_prefix(row, cache, held)
+        self._decoding.leave(rows)
 
     def _join(self, ready: Ready) -> None:
         if self._prefix_cache.in_blocks:
@@ -194,19 +196,17 @@ class MlxBatch:
         The first that finds no place holds up those behind it: it would wait for ever otherwise.
         """
         while self._waiting:
-            row = self._waiting[0]
-            running = self._running()
+            row, running = self._waiting[0], self._running()
             full = len(running) >= self._max_batch
-            fits = self._bytes([*running, row], apart_from=row) <= self._budget_bytes
-            if not full and fits:
-                victim = None
-            else:
-                parked = [other for other in self._waiting if other.cache is not None]
-                victim = self._victim(row, running if full else running + parked)
-                if victim is None and running:
-                    return
+            if not full and self._bytes([*running, row], apart_from=row) <= self._budget_bytes:
+                self._prefilling.add(self._waiting.pop(0))
+                continue
+            parked = [] if full else [other for other in self._waiting if other.cache is not None]
+            victim = self._victim(row, running + parked)
             if victim is not None:
                 self._set_aside(victim, row)
+            elif running:
+                return
             else:
                 self._prefilling.add(self._waiting.pop(0))
 
@@ -221,13 +221,11 @@ class MlxBatch:
             self._waiting.remove(victim)
         elif victim in self._decoding.rows:
             # The step in flight belongs to the rows of now, and may bring the victim's last id.
-            if self._decoding.unread:
-                self._read()
+            self._put_out(self._decoding.drain())
             if victim not in self._decoding.rows:
                 return
-            index = self._decoding.rows.index(victim)
-            ((victim.cache, victim.held),) = self._decoding.extract([index])
-            self._decoding.leave([index])
+            victim.cache, victim.held = self._decoding.extract([victim])[victim]
+            self._decoding.leave([victim])
         else:
             self._prefilling.give_back(victim)
         if victim.cache is not None:
@@ -244,9 +242,9 @@ class MlxBatch:
         return self._prefilling.rows + self._decoding.rows
 
     def _bytes(self, rows: list[Row], *, apart_from: Row) -> int:
-        """What these rows come to in the end, each padded to the longest, and what is parked."""
-        running = self._kv_cost.of_batch(len(rows), max(row.longest for row in rows))
-        return running + self._parked_bytes(apart_from)
+        """What these rows come to in the end, padding included, and what is parked."""
+        parts = self._decoding.padded(row.longest for row in rows)
+        return sum(starmap(self._kv_cost.of_batch, parts)) + self._parked_bytes(apart_from)
 
     def _parked_bytes(self, apart_from: Row | None = None) -> int:
         return sum(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -33,7 +33,7 @@ class DecodeBatch:
     A single row keeps the cache of its prefill; from the second on they are merged. Quantised
     layers are made of those of single rows.
 
-    rows  in the order of the arrays; a row that has ended stays until `leave`
+    rows  in the order of the arrays; one that has ended stays until `leave`
     """
 
     def __init__(self, network: Any, options: CacheOptions | None = None) -> None:
@@ -47,105 +47,117 @@ class DecodeBatch:
         self._merged = False
         self._sampling: Sampling | None = None
         self._newest: _Ids | None = None
-        self._unread: list[_Ids] = []
+        self._newest_read = False
+        self._due: _Ids | None = None
 
     @property
     def kv_bytes(self) -> int:
         return caches.kv_bytes(self._cache)
 
-    @property
-    def unread(self) -> int:
-        """Steps whose ids have been set going and not read."""
-        return len(self._unread)
-
     def join(self, ready: Ready) -> None:
-        """Takes in rows whose next ids are drawn; at most one step may be unread."""
+        """Takes in rows whose next ids are drawn, between a read and the next launch."""
         cache, merged = ready.cache, ready.merged
         if self._kv_bits is not None:
             cache = quantised(cache, self._kv_bits)
-        joined = _Ids(ready.drawn.ids, [])
-        if ready.drawn.logprobs is not None:
-            joined.reports.append((ready.rows, ready.drawn.logprobs))
-        if self._sampling is None or self._newest is None:
-            self._cache, self._merged = cache, merged
-            self._sampling, self._newest = ready.sampling, joined
-        else:
-            if not self._merged:
-                self._cache, self._merged = caches.merge([self._cache]), True
-            caches.extend(self._cache, cache if merged else caches.merge([cache]))
-            self._sampling.extend(ready.sampling)
-            self._newest = _Ids(
-                mx.concatenate([self._newest.ids, joined.ids]),
-                self._newest.reports + joined.reports,
-            )
-        self.rows = self.rows + ready.rows
-        self._unread = [self._newest]
+        reports = [] if ready.drawn.logprobs is None else [(ready.rows, ready.drawn.logprobs)]
+        newest = _Ids(ready.drawn.ids, reports)
+        self._take_in(ready.rows, cache, merged, ready.sampling, newest)
+
+    def absorb(self, other: DecodeBatch) -> None:
+        """Takes in the rows of another batch, which is empty then. Both have an unread step."""
+        if other._sampling is not None and other._newest is not None:
+            rows, cache, merged = other.rows, other._cache, other._merged
+            self._take_in(rows, cache, merged, other._sampling, other._newest)
+        other._clear()
 
     def launch(self) -> bool:
         """Sets a step going for all rows. False if none is needed: the unread ids end them all."""
         if self._sampling is None or self._newest is None:
             return False
-        if self._unread and all(row.left <= 1 for row in self.rows):
+        self._due = None if self._newest_read else self._newest
+        if self._due is not None and all(row.left <= 1 for row in self.rows):
+            self._newest_read = True
             return False
         logits = self._network(self._newest.ids[:, None], cache=self._cache)[:, -1]
         drawn = self._sampling.draw(logits)
-        self._newest = _Ids(drawn.ids, [])
-        if drawn.logprobs is not None:
-            self._newest.reports.append((self.rows, drawn.logprobs))
-        reports = drawn.logprobs.arrays if drawn.logprobs else []
-        mx.async_eval(drawn.ids, reports)  # type: ignore[no-untyped-call]
-        self._unread.append(self._newest)
+        reports = [] if drawn.logprobs is None else [(self.rows, drawn.logprobs)]
+        self._newest, self._newest_read = _Ids(drawn.ids, reports), False
+        mx.async_eval(  # type: ignore[no-untyped-call]
+            drawn.ids, drawn.logprobs.arrays if drawn.logprobs else []
+        )
         return True
 
-    def read(self) -> list[Output]:
-        """Waits for the oldest unread step; an output for every row it had, in their order."""
-        ids, reports = self._unread.pop(0)
-        logprobs: dict[Row, Logprob] = {}
-        for rows, lazy in reports:
-            logprobs.update((rows[index], value) for index, value in lazy.read().items())
-        drawn = cast(list[int], ids.tolist())
-        outputs = []
-        for row, id in zip(self.rows, drawn, strict=True):
-            finish = row.take(id)
-            new = [] if finish == "stop" else [id]
-            if reports and (logprob := logprobs.get(row)) is not None:
-                outputs.append(Output(row.key, new, finish, logprobs=[logprob][: len(new)]))
-            else:
-                outputs.append(Output(row.key, new, finish))
-        return outputs
+    def read(self) -> list[tuple[Row, Output]]:
+        """Waits for the step before the one just launched; what each row got from it."""
+        due, self._due = self._due, None
+        return [] if due is None else self._outputs(due)
+
+    def drain(self) -> list[tuple[Row, Output]]:
+        """Waits for the step in flight, so that all rows stand where their outputs do."""
+        if self._newest is None or self._newest_read:
+            return []
+        self._newest_read = True
+        return self._outputs(self._newest)
 
     def step(self) -> list[Output]:
         """A launch, a read, and the rows that have ended leave."""
         self.launch()
-        outputs = self.read() if self._unread else []
-        self.leave([index for index, output in enumerate(outputs) if output.finish])
-        return outputs
+        outputs = self.read()
+        self.leave([row for row, output in outputs if output.finish])
+        return [output for _, output in outputs]
 
-    def leave(self, indices: Sequence[int]) -> None:
-        """Drops rows, after a read."""
-        if not indices:
+    def leave(self, rows: Collection[Row]) -> None:
+        """Drops these rows, between a read and the next launch."""
+        gone = set(rows)
+        stay = [index for index, row in enumerate(self.rows) if row not in gone]
+        if len(stay) == len(self.rows):
             return
-        gone = set(indices)
-        stay = [index for index in range(len(self.rows)) if index not in gone]
-        if not stay:
+        if not stay or self._sampling is None or self._newest is None:
             self._clear()
             return
         self.rows = [self.rows[index] for index in stay]
-        assert self._sampling is not None and self._newest is not None
         caches.keep(self._cache, stay)
         self._sampling.filter(stay)
-        kept = _Ids(self._newest.ids[mx.array(stay, mx.int32)], self._newest.reports)
-        self._newest, self._unread = kept, [kept] if self._unread else []
+        ids = self._newest.ids[mx.array(stay, mx.int32)]
+        self._newest = _Ids(ids, self._newest.reports)
 
-    def extract(self, indices: Sequence[int]) -> list[tuple[Cache, int]]:
+    def extract(self, rows: Sequence[Row]) -> list[tuple[Cache, int]]:
         """For these rows their own cache, evaluated, and how many of their ids it holds."""
-        if not self._merged:
-            found = [self._cache for _ in indices]
-            mx.eval(caches.arrays(self._cache))
+        if self._merged:
+            found = caches.extract(self._cache, [self.rows.index(row) for row in rows])
         else:
-            found = caches.extract(self._cache, indices)
-        behind = 0 if self._unread else 1
-        return [
-            (cache, self.rows[index].length - behind)
-            for cache, index in zip(found, indices, strict=True)
-        ]
+            found = [self._cache for _ in rows]
+            mx.eval(caches.arrays(self._cache))
+        # The last id is read by the step in flight, if there is one.
+        behind = 1 if self._newest_read else 0
+        return [(cache, row.length - behind) for cache, row in zip(found, rows, strict=True)]
+
+    def _take_in(
+        self, rows: list[Row], cache: Cache, merged: bool, sampling: Sampling, newest: _Ids
+    ) -> None:
+        if self._sampling is None or self._newest is None:
+            self._cache, self._merged = cache, merged
+            self._sampling, self._newest = sampling, newest
+        else:
+            if not self._merged:
+                self._cache, self._merged = caches.merge([self._cache]), True
+            caches.extend(self._cache, cache if merged else caches.merge([cache]))
+            self._sampling.extend(sampling)
+            ids = mx.concatenate([self._newest.ids, newest.ids])
+            self._newest = _Ids(ids, self._newest.reports + newest.reports)
+        self._newest_read = False
+        self.rows = self.rows + rows
+
+    def _outputs(self, drawn: _Ids) -> list[tuple[Row, Output]]:
+        logprobs: dict[Row, Logprob] = {}
+        for rows, lazy in drawn.reports:
+            logprobs.update((rows[index], value) for index, value in lazy.read().items())
+        ids = cast(list[int], drawn.ids.tolist())
+        outputs = []
+        for row, id in zip(self.rows, ids, strict=True):
+            finish = row.take(id)
+            new = [] if finish == "stop" else [id]
+            report = logprobs.get(row) if logprobs else None
+            reported = None if report is None else [report][: len(new)]
+            outputs.append((row, Output(row.key, new, finish, logprobs=reported)))
+        return outputs

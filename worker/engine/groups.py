@@ -1,0 +1,115 @@
+"""All rows that decode, in batches of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+from mlxq.worker.engine.caches import Cache
+from mlxq.worker.engine.decode import DecodeBatch
+from mlxq.worker.engine.prefill import Ready
+from mlxq.worker.engine.request import Output
+from mlxq.worker.engine.row import Row
+from mlxq.worker.engine.row_cache import CacheOptions
+
+
+class DecodeGroups:
+    """All rows that decode, in batches of like length. Engine thread only.
+
+    The rows of a batch are padded to the longest: each takes its memory, and attention reads it. A
+    long row among many short ones would make all of them slow, and take many times what it needs.
+    Another batch costs one more pass over the weights. A decode step takes as long as it reads
+    memory, so rows part where the padding would be more bytes than the weights are.
+
+    token_bytes   keys and values of one position of one row
+    weight_bytes  what a forward pass reads besides
+    """
+
+    def __init__(
+        self, network: Any, options: CacheOptions, *, token_bytes: int, weight_bytes: int
+    ) -> None:
+        self._network = network
+        self._options = options
+        self._most_padding = weight_bytes // token_bytes if token_bytes else None
+        self._batches: list[DecodeBatch] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for batch in self._batches for row in batch.rows]
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(batch.kv_bytes for batch in self._batches)
+
+    def padded(self, lengths: Iterable[int]) -> list[tuple[int, int]]:
+        """How rows of these lengths would part: of each batch its number of rows and longest."""
+        parts: list[list[int]] = []
+        for length in sorted(lengths, reverse=True):
+            if parts and self._may_share([*parts[-1], length]):
+                parts[-1].append(length)
+            else:
+                parts.append([length])
+        return [(len(part), part[0]) for part in parts]
+
+    def join(self, ready: Ready) -> None:
+        """Takes in rows whose next ids are drawn, between a read and the next launch."""
+        joined = DecodeBatch(self._network, self._options)
+        joined.join(ready)
+        self._batches.append(joined)
+        self._unite()
+
+    def launch(self) -> bool:
+        """Sets a step going for all rows; False if there is none to set going."""
+        return any([batch.launch() for batch in self._batches])
+
+    def read(self) -> list[tuple[Row, Output]]:
+        """Waits for the step before the one just launched; what each row got from it."""
+        return [each for batch in self._batches for each in batch.read()]
+
+    def drain(self) -> list[tuple[Row, Output]]:
+        """Waits for the step in flight, so that all rows stand where their outputs do."""
+        return [each for batch in self._batches for each in batch.drain()]
+
+    def leave(self, rows: Collection[Row]) -> None:
+        """Drops these rows, between a read and the next launch."""
+        if not rows:
+            return
+        for batch in self._batches:
+            batch.leave(rows)
+        self._batches = [batch for batch in self._batches if batch.rows]
+
+    def extract(self, rows: Sequence[Row]) -> dict[Row, tuple[Cache, int]]:
+        """For these rows their own cache, evaluated, and how many of their ids it holds."""
+        found: dict[Row, tuple[Cache, int]] = {}
+        for batch in self._batches:
+            there = [row for row in batch.rows if row in rows]
+            if there:
+                found.update(zip(there, batch.extract(there), strict=True))
+        return found
+
+    def _unite(self) -> None:
+        """Batches whose rows may share one do, those that add the least padding first."""
+        while len(self._batches) > 1:
+            pairs = [
+                (_padding(a + b) - _padding(a) - _padding(b), into, other)
+                for (into, a), (other, b) in combinations(map(_with_lengths, self._batches), 2)
+                if self._may_share(a + b)
+            ]
+            if not pairs:
+                return
+            _, into, other = min(pairs, key=lambda pair: pair[0])
+            into.absorb(other)
+            self._batches.remove(other)
+
+    def _may_share(self, lengths: list[int]) -> bool:
+        return self._most_padding is None or _padding(lengths) <= self._most_padding
+
+
+def _with_lengths(batch: DecodeBatch) -> tuple[DecodeBatch, list[int]]:
+    return batch, [row.length for row in batch.rows]
+
+
+def _padding(lengths: list[int]) -> int:
+    """Positions of padding in a batch of rows of these lengths."""
+    return len(lengths) * max(lengths) - sum(lengths)
