@@ -69,6 +69,7 @@ class Bridge:
             rows = [await self._preempted.get()]
             while not self._preempted.empty():
                 rows.append(self._preempted.get_nowait())
+            self._slots.give_back(len(rows))
             await self.release(rows, "preempt")
 
     async def begin(self, taken: Taken) -> None:

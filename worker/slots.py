@@ -50,6 +50,7 @@ class Slots:
         self._refused: list[Callable[[], None]] = []
         self._reserved = 0
         self._occupied = 0
+        self._cramped_at = NO_BOUND
         self._wanted_by: object | None = None
         self._wanted_until_s = 0.0
 
@@ -62,6 +63,8 @@ class Slots:
     def changed(self) -> None:
         """Rows have come, ended or gone."""
         before, self._occupied = self._occupied, self.occupied
+        if not 0 < self._occupied >= self._cramped_at:
+            self._cramped_at = NO_BOUND
         if self._occupied < before or self.without_rows:
             for wake in self._wakes:
                 wake()
@@ -75,10 +78,17 @@ class Slots:
         row.kv_bytes = kv_bytes
         self._mean_bytes += _RECENT * (kv_bytes - self._mean_bytes)
 
+    def give_back(self, rows: int) -> None:
+        """So many rows are about to be given back for want of memory. No slot counts as free until
+        one row more has left: they are for another worker, and would only wait here again."""
+        self._cramped_at = self.occupied - rows
+
     @property
     def free(self) -> int:
         """Slots that no row holds and no TAKE asks for, as far as there is memory for a job in
         each. An idle worker has memory for one: a job that can never fit is not admitted."""
+        if self._cramped_at < NO_BOUND:
+            return 0
         taken = self.occupied + self._reserved
         slots = self.max_batch - taken
         if slots <= 0 or not self._mean_bytes:

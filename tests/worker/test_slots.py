@@ -14,7 +14,7 @@ class Held:
     """Slots and the rows that hold them: h, n or l for the lane of each."""
 
     def __init__(self, max_batch: int, lanes: str = "", *, need: int = 0, budget: int = 0) -> None:
-        self.rows = Rows()
+        self.rows = Rows(on_change=lambda rows: self.slots.changed())
         self.slots = Slots(max_batch, budget_bytes=budget or 2**62, usual_bytes=need)
         self.slots.add(self.rows, lambda: None)
         self.add(lanes, need)
@@ -113,3 +113,20 @@ def test_a_row_that_is_not_admitted_yet_counts_as_the_mean_of_the_last() -> None
 def test_an_unlimited_budget_asks_for_all_slots() -> None:
     held = Held(8, "n", need=10**6)
     assert held.slots.free == 7
+
+
+def test_what_was_given_back_for_want_of_memory_is_not_asked_for_again() -> None:
+    held = Held(8, "nnl")
+    held.slots.give_back(1)
+    assert held.slots.free == 0
+    held.end(2)
+    assert held.slots.free == 0
+    held.end(1)
+    assert held.slots.free == 7
+
+
+def test_a_worker_that_gave_back_all_it_had_asks_again() -> None:
+    held = Held(8, "l")
+    held.slots.give_back(1)
+    held.end(0)
+    assert held.slots.free == 8
