@@ -174,14 +174,14 @@ class MlxBatch:
         self._cancelled = []
 
     def _leave(self, rows: list[Row]) -> None:
-        """Rows leave for good; the prefix cache gets what they have read."""
-        if rows and self._prefix_cache.enabled:
-            for row, (cache, held) in self._decoding.extract(rows).items():
-                self._keep_prefix(row, cache, held)
+        """Rows leave for good; the prefix cache gets what is new to it of what they have read."""
+        wanted = [row for row in rows if self._wants(row)]
+        for row, (cache, held) in self._decoding.extract(wanted).items():
+            self._keep_prefix(row, cache, held)
         self._decoding.leave(rows)
 
     def _join(self, ready: Ready) -> None:
-        if self._prefix_cache.in_blocks:
+        if self._prefix_cache.in_blocks and any(map(self._wants, ready.rows)):
             each = range(len(ready.rows))
             found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
             for row, cache in zip(ready.rows, found, strict=True):
@@ -301,6 +301,12 @@ class MlxBatch:
             row.cache, row.held = hit.cache, hit.length
         row.stops = self._prefix_cache.checkpoints(ids, row.held, salt)
         self._outbox.append(Output(row.key, [], cached=row.held))
+
+    def _wants(self, row: Row) -> bool:
+        """Whether a copy of what a row has read would be kept; quantised layers never are."""
+        if self._options.kv_bits is not None and row in self._decoding.rows:
+            return False
+        return self._prefix_cache.wants(row.ids, row.request.cache_salt)
 
     def _keep_prefix(self, row: Row, cache: caches.Cache, held: int) -> None:
         self._prefix_cache.put(row.ids[:held], cache, row.request.cache_salt)
