@@ -40,7 +40,8 @@ class MlxBatch:
 
     max_batch     rows with a slot
     prefill_step  most prompt ids that one step reads
-    kv_cost       memory of rows; None: it is not looked at
+    kv_cost       memory of rows that decode; None: it is not looked at
+    prefill_cost  memory of rows that are read, if that is more: they are quantised after it
     budget_bytes  what all rows may hold together; a single row always runs
     prefix_cache  where rows find what others have read, and leave what they have
     """
@@ -53,6 +54,7 @@ class MlxBatch:
         prefill_step: int,
         options: CacheOptions | None = None,
         kv_cost: KvCost | None = None,
+        prefill_cost: KvCost | None = None,
         budget_bytes: int = NO_BOUND,
         cache_limit_bytes: int = NO_BOUND,
         prefix_cache: PrefixCache | None = None,
@@ -62,6 +64,7 @@ class MlxBatch:
         self._max_batch = max_batch
         self._options = options or CacheOptions()
         self._kv_cost = kv_cost or KvCost(0, 0)
+        self._prefill_cost = prefill_cost or self._kv_cost
         self._budget_bytes = budget_bytes
         self._prefix_cache = prefix_cache or PrefixCache.of(self._network, "", memory_bytes=0)
         # Quantised layers are made of a single row's, one row at a time.
@@ -198,7 +201,7 @@ class MlxBatch:
         while self._waiting:
             row, running = self._waiting[0], self._running()
             full = len(running) >= self._max_batch
-            if not full and self._bytes([*running, row], apart_from=row) <= self._budget_bytes:
+            if not full and self._bytes_with(row) <= self._budget_bytes:
                 self._prefilling.add(self._waiting.pop(0))
                 continue
             parked = [] if full else [other for other in self._waiting if other.cache is not None]
@@ -230,8 +233,7 @@ class MlxBatch:
             self._prefilling.give_back(victim)
         if victim.cache is not None:
             self._keep_prefix(victim, victim.cache, victim.held)
-            bytes_together = self._bytes([*self._running(), row], apart_from=row)
-            if bytes_together + caches.kv_bytes(victim.cache) > self._budget_bytes:
+            if self._bytes_with(row) + caches.kv_bytes(victim.cache) > self._budget_bytes:
                 victim.cache = None
                 self._outbox.append(Output(victim.key, [], "preempted"))
                 return
@@ -241,10 +243,12 @@ class MlxBatch:
         """The rows with slots."""
         return self._prefilling.rows + self._decoding.rows
 
-    def _bytes(self, rows: list[Row], *, apart_from: Row) -> int:
-        """What these rows come to in the end, padding included, and what is parked."""
-        parts = self._decoding.padded(row.longest for row in rows)
-        return sum(starmap(self._kv_cost.of_batch, parts)) + self._parked_bytes(apart_from)
+    def _bytes_with(self, row: Row) -> int:
+        """What this row and those with slots come to, padding included, and what is parked."""
+        parts = self._decoding.padded(each.longest for each in [*self._running(), row])
+        read = (each.length for each in [*self._prefilling.rows, row])
+        more = (self._prefill_cost.of(ids) - self._kv_cost.of(ids) for ids in read)
+        return sum(starmap(self._kv_cost.of_batch, parts)) + sum(more) + self._parked_bytes(row)
 
     def _parked_bytes(self, apart_from: Row | None = None) -> int:
         return sum(

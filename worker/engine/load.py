@@ -55,6 +55,7 @@ def load_batch(
             prefill_step=prefill_step,
             options=options,
             kv_cost=cost,
+            prefill_cost=measure(network, replace(options, kv_bits=None)),
             budget_bytes=plan.kv_bytes,
             cache_limit_bytes=plan.cache_limit_bytes,
             prefix_cache=PrefixCache.of(
