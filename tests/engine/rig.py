@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
@@ -38,6 +38,15 @@ def greedy_reference(loaded: LoadedModel, prompt: list[int], count: int) -> list
     """What the library's own single-request loop generates."""
     tokens = generate_step(mx.array(prompt), loaded.network, max_tokens=count)
     return [int(token) for token, _ in tokens]
+
+
+def reference_logprobs(loaded: LoadedModel, prompt: list[int], output: list[int]) -> list[float]:
+    """The log probability of each id of an output, from one forward pass over all of it."""
+    network = loaded.network
+    logits = network(mx.array([prompt + output[:-1]], mx.int32), network.make_cache())[0]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    drawn = mx.take_along_axis(logprobs[len(prompt) - 1 :], mx.array(output)[:, None], axis=-1)
+    return cast(list[float], drawn[:, 0].tolist())
 
 
 class Rig:

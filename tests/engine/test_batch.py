@@ -12,7 +12,16 @@ import pytest
 
 from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.request import Admit, SamplingParams
-from tests.engine.rig import GREEDY, Rig, Trap, greedy_reference, prompt_of, request, run
+from tests.engine.rig import (
+    GREEDY,
+    Rig,
+    Trap,
+    greedy_reference,
+    prompt_of,
+    reference_logprobs,
+    request,
+    run,
+)
 from tests.engine.tiny import make_tiny_model
 
 LENGTHS = (3, 17, 40, 1, 2, 25, 90, 16)
@@ -73,6 +82,50 @@ def test_greedy_rows_beside_sampled_ones_are_exact(loaded: LoadedModel) -> None:
     ids = run(loaded, *requests)
     for index in range(0, 6, 2):
         assert ids[str(index)] == greedy_reference(loaded, prompt_of(5 + index, index), 16)
+
+
+def test_logprobs_come_with_their_ids(loaded: LoadedModel) -> None:
+    """One per id that is put out, for the rows that ask, whoever joins or leaves meanwhile."""
+    rig = Rig(loaded, max_batch=4)
+    asking = {0: 3, 2: 0, 5: 1}
+    expected = greedy_reference(loaded, prompt_of(7, 2), 12)
+    for index in range(6):
+        sampling = replace(GREEDY, logprobs=asking.get(index))
+        stop = frozenset({expected[-1]}) if index == 2 else frozenset[int]()
+        count = 40 if index == 2 else 5 + 3 * index
+        rig.admit(
+            request(
+                str(index),
+                prompt_of(5 + index, index),
+                max_tokens=count,
+                sampling=sampling,
+                stop_ids=stop,
+            )
+        )
+        rig.step(2)
+    rig.finish()
+    assert rig.finishes()["2"] == "stop"
+    for index in range(6):
+        ids, reports = rig.ids[str(index)], rig.logprobs[str(index)]
+        if index not in asking:
+            assert not reports
+            continue
+        prompt = prompt_of(5 + index, index)
+        wanted = reference_logprobs(loaded, prompt, ids)
+        assert [report.logprob for report in reports] == pytest.approx(wanted, abs=1e-4)
+        for id, report in zip(ids, reports, strict=True):
+            assert len(report.top) == asking[index]
+            assert not report.top or report.top[0] == (id, report.logprob)
+
+
+def test_every_row_is_told_once_what_it_need_not_read(loaded: LoadedModel) -> None:
+    """`cached` comes when the prefill begins, before the first id, also where nothing is kept."""
+    rig = Rig(loaded, max_batch=2)
+    rig.admit(*(request(str(n), prompt_of(20, n), max_tokens=3) for n in range(4)))
+    rig.step(1)
+    assert rig.cached == {"0": 0}
+    rig.finish()
+    assert rig.cached == dict.fromkeys("0123", 0)
 
 
 def test_no_more_rows_than_slots(loaded: LoadedModel) -> None:
