@@ -133,6 +133,22 @@ def test_a_batch_that_grew_meanwhile_is_noticed() -> None:
     assert sum(late) / len(late) > 0.6 * SHARE * grown.step_s
 
 
+def test_rows_that_joined_since_do_not_make_chunks_longer() -> None:
+    """The first of some long prompts has joined, and the steps of all rows take longer for it."""
+    pace = Pace(2048)
+    for _ in range(5):
+        pace.step(GPU.step_s, None)
+    read_beside(pace, GPU, [16_384])
+    slower = replace(GPU, step_s=1.6 * GPU.step_s)
+    chunks, steps = read_beside(pace, slower, [16_384])
+    assert steps > 32, "it has rested"
+    times = Chunks(chunks[6:]).times
+    assert times[len(times) * 95 // 100] + slower.step_s < 3.0 * GPU.step_s
+    chunks, _ = read_beside(pace, slower, [4096] * 80)
+    late = Chunks(chunks[len(chunks) // 2 :]).times
+    assert sum(late) / len(late) > 0.6 * SHARE * slower.step_s, "but they are no news for ever"
+
+
 def test_the_first_chunk_beside_rows_follows_from_those_alone() -> None:
     pace = Pace(2048)
     read_alone(pace, GPU, 10_000)

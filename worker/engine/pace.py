@@ -15,7 +15,16 @@ IDLE_S = 1.0
 """What a chunk may take while no row decodes: a new row or an abort waits so long."""
 
 SHARE = 1.6
-"""What a chunk may take of the time of a decode step: a step with one takes 2.6 times as long."""
+"""What a chunk may take of the time of a decode step: a step with one takes 2.6 times as long as
+one had taken before prompts came. Rows that joined since have made steps longer; but a chunk may
+always take LEAST_SHARE of what a step takes now."""
+
+LEAST_SHARE = 0.5
+CALM_STEPS = 5
+"""So many steps in a row without a chunk show what a step takes when no prompts come."""
+
+FORGET_STEPS = 300
+"""Under an unbroken stream of prompts, what a step takes now is the new measure after so many."""
 
 RUN_CHUNKS = 2
 """Chunks beside decode steps are measured so many at a time."""
@@ -31,7 +40,7 @@ ENOUGH = 0.8
 MOST_GROWTH, MOST_SHRINK = 4.0, 0.4
 """What a single measurement may do to the size of the next chunk."""
 
-TAIL = 1.5
+TAIL = 1.25
 """A prompt of up to so many chunks is read in one: a small rest would cost a whole forward pass."""
 
 
@@ -54,7 +63,10 @@ class Pace:
         self._idle_ids = self._within(FIRST_IDS)
         self._busy_ids: float | None = None
         self._id_s: float | None = None  # of the last chunk alone
-        self._steps_s: deque[float] = deque(maxlen=5)
+        self._steps_s: deque[float] = deque(maxlen=3)
+        self._calm_s: float | None = None
+        self._calm_steps = 0
+        self._since_calm = 0
         self._busy_steps = 0
         self._before: int | None = None
         self._run: list[int] = []
@@ -91,7 +103,13 @@ class Pace:
         if chunk is None and before is None:
             self._steps_s.append(seconds)
             self._busy_steps = 0
+            self._calm_steps += 1
+            if self._calm_steps >= CALM_STEPS or self._since_calm >= FORGET_STEPS:
+                self._calm_s = median(self._steps_s)
+                self._since_calm = 0
             return
+        self._calm_steps = 0
+        self._since_calm += 1
         self._busy_steps += 1
         self._run_s += seconds
         self._run_steps += 1
@@ -117,7 +135,9 @@ class Pace:
 
     @property
     def _budget_s(self) -> float:
-        return SHARE * median(self._steps_s)
+        now_s = median(self._steps_s)
+        calm_s = min(self._calm_s or now_s, now_s)
+        return max((1.0 + SHARE) * calm_s - now_s, LEAST_SHARE * now_s)
 
     def _steered(self, size: float, read: float, seconds: float, budget_s: float) -> float:
         """The next size, after a chunk of `read` ids took so long.
