@@ -63,8 +63,8 @@ def worker(
         ),
     ] = 60.0,
     prefill_step: Annotated[
-        int, typer.Option(envvar="MLXQ_PREFILL_STEP", help="Prompt tokens per prefill chunk.")
-    ] = 512,
+        int, typer.Option(envvar="MLXQ_PREFILL_STEP", help="Most prompt tokens read per step.")
+    ] = 2048,
     default_max_tokens: Annotated[
         int,
         typer.Option(envvar="MLXQ_DEFAULT_MAX_TOKENS", help="For jobs that do not say max_tokens."),

@@ -38,7 +38,7 @@ class Config:
     lease_s            a worker silent for this long loses its jobs to others
     drain_timeout_s    how long a drain lets running jobs finish before it releases them
     stall_timeout_s    an engine with work and no progress for this long is taken for hung
-    prefill_step       prompt tokens per prefill chunk
+    prefill_step       most prompt tokens per prefill chunk; how many is chosen by their speed
     shards             over how many names the queue is split; the same for all of a deployment
     adapter            LoRA weights on top of the model, a folder or hub name; "": none
     revision           branch, tag or commit of the model on the hub; "": the newest
@@ -61,7 +61,7 @@ class Config:
     lease_s: float = 15.0
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0
-    prefill_step: int = 512
+    prefill_step: int = 2048
     default_max_tokens: int = 1024
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
 from itertools import count, starmap
 from typing import Any
 
@@ -22,6 +21,7 @@ from mlxq.worker.engine.request import NO_BOUND, Admit, Output, RowKey
 from mlxq.worker.engine.row import Row
 from mlxq.worker.engine.row_cache import CacheOptions
 from mlxq.worker.engine.turns import Turns
+from mlxq.worker.engine.waiting import Waiting
 
 _log = structlog.get_logger()
 
@@ -70,7 +70,7 @@ class MlxBatch:
         # Quantised layers are made of a single row's, one row at a time.
         self._side_by_side = loaded.network.padding_is_exact and self._options.kv_bits is None
         self._arrivals = count()
-        self._waiting: list[Row] = []
+        self._waiting = Waiting()
         self._pace = Pace(prefill_step)
         self._prefilling = Turns(
             lambda rows: Prefill(self._network, rows, self._options), self._look_up, self._pace
@@ -94,7 +94,7 @@ class MlxBatch:
 
     @property
     def kv_bytes(self) -> int:
-        return self._decoding.kv_bytes + self._prefilling.kv_bytes + self._parked_bytes()
+        return self._decoding.kv_bytes + self._prefilling.kv_bytes + self._waiting.kv_bytes()
 
     def admit(self, request: Admit) -> None:
         if len(request.generated) >= request.max_tokens:
@@ -103,11 +103,11 @@ class MlxBatch:
             self._outbox.append(Output(request.key, [], "error", reason))
         else:
             row = Row(request, next(self._arrivals), alone=not self._side_by_side)
-            insort(self._waiting, row, key=_rank)
+            self._waiting.add(row)
 
     def cancel(self, key: RowKey) -> None:
         """Drops the row; one that decodes leaves with the next step, together with others."""
-        self._waiting = [row for row in self._waiting if row.key != key]
+        self._waiting.drop(key)
         self._prefilling.drop(key)
         self._outbox = [output for output in self._outbox if output.key != key]
         self._cancelled += [
@@ -199,23 +199,27 @@ class MlxBatch:
         The first that finds no place holds up those behind it: it would wait for ever otherwise.
         """
         while self._waiting:
-            row, running = self._waiting[0], self._running()
+            row, running = self._waiting.first, self._running()
             full = len(running) >= self._max_batch
             if not full and self._bytes_with(row) <= self._budget_bytes:
-                self._prefilling.add(self._waiting.pop(0))
+                self._start(row)
                 continue
-            parked = [] if full else [other for other in self._waiting if other.cache is not None]
+            parked = [] if full else self._waiting.parked
             victim = self._victim(row, running + parked)
             if victim is not None:
                 self._set_aside(victim, row)
             elif running:
                 return
             else:
-                self._prefilling.add(self._waiting.pop(0))
+                self._start(row)
+
+    def _start(self, row: Row) -> None:
+        self._waiting.remove(row)
+        self._prefilling.add(row)
 
     def _victim(self, row: Row, candidates: list[Row]) -> Row | None:
         """The last of those that could make room, if its priority is lower."""
-        last = max(candidates, key=_rank, default=None)
+        last = max(candidates, key=lambda other: other.rank, default=None)
         return last if last and last.request.priority > row.request.priority else None
 
     def _set_aside(self, victim: Row, row: Row) -> None:
@@ -237,7 +241,7 @@ class MlxBatch:
                 victim.cache = None
                 self._outbox.append(Output(victim.key, [], "preempted"))
                 return
-        insort(self._waiting, victim, key=_rank)
+        self._waiting.add(victim)
 
     def _running(self) -> list[Row]:
         """The rows with slots."""
@@ -248,13 +252,10 @@ class MlxBatch:
         parts = self._decoding.padded(each.longest for each in [*self._running(), row])
         read = (each.length for each in [*self._prefilling.rows, row])
         more = (self._prefill_cost.of(ids) - self._kv_cost.of(ids) for ids in read)
-        return sum(starmap(self._kv_cost.of_batch, parts)) + sum(more) + self._parked_bytes(row)
-
-    def _parked_bytes(self, apart_from: Row | None = None) -> int:
-        return sum(
-            caches.kv_bytes(row.cache)
-            for row in self._waiting
-            if row.cache is not None and row is not apart_from
+        return (
+            sum(starmap(self._kv_cost.of_batch, parts))
+            + sum(more)
+            + self._waiting.kv_bytes(apart_from=row)
         )
 
     # Prefill
@@ -314,7 +315,3 @@ class MlxBatch:
 
     def _keep_prefix(self, row: Row, cache: caches.Cache, held: int) -> None:
         self._prefix_cache.put(row.ids[:held], cache, row.request.cache_salt)
-
-
-def _rank(row: Row) -> tuple[int, int]:
-    return row.rank

@@ -44,13 +44,17 @@ class DecodeGroups:
 
     def padded(self, lengths: Iterable[int]) -> list[tuple[int, int]]:
         """How rows of these lengths would part: of each batch its number of rows and longest."""
-        parts: list[list[int]] = []
+        parts: list[tuple[int, int]] = []
+        padding = 0
         for length in sorted(lengths, reverse=True):
-            if parts and self._may_share([*parts[-1], length]):
-                parts[-1].append(length)
+            rows, longest = parts[-1] if parts else (0, length)
+            padding += longest - length
+            if rows and self._may_have(padding):
+                parts[-1] = rows + 1, longest
             else:
-                parts.append([length])
-        return [(len(part), part[0]) for part in parts]
+                parts.append((1, length))
+                padding = 0
+        return parts
 
     def join(self, ready: Ready) -> None:
         """Takes in rows whose next ids are drawn, between a read and the next launch."""
@@ -94,7 +98,7 @@ class DecodeGroups:
             pairs = [
                 (_padding(a + b) - _padding(a) - _padding(b), into, other)
                 for (into, a), (other, b) in combinations(map(_with_lengths, self._batches), 2)
-                if self._may_share(a + b)
+                if self._may_have(_padding(a + b))
             ]
             if not pairs:
                 return
@@ -102,8 +106,8 @@ class DecodeGroups:
             into.absorb(other)
             self._batches.remove(other)
 
-    def _may_share(self, lengths: list[int]) -> bool:
-        return self._most_padding is None or _padding(lengths) <= self._most_padding
+    def _may_have(self, padding: int) -> bool:
+        return self._most_padding is None or padding <= self._most_padding
 
 
 def _with_lengths(batch: DecodeBatch) -> tuple[DecodeBatch, list[int]]:

@@ -86,11 +86,13 @@ class Turns:
         if first.goes_alone or 2 * longest > ids:
             return chosen
         for other in sorted(self._prefills, key=lambda prefill: prefill.rank):
-            if other is first or other.begun:
+            if longest * (len(chosen) + 1) > ids:
+                break
+            if other is first or other.goes_alone:
                 continue
             self._look_up(other.rows[0])
-            longest = max(longest, other.left)
-            if other.goes_alone or longest * (len(chosen) + 1) > ids:
-                break
-            chosen.append(other)
+            longer = max(longest, other.left)
+            if not other.goes_alone and longer * (len(chosen) + 1) <= ids:
+                chosen.append(other)
+                longest = longer
         return chosen
