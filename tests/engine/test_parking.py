@@ -12,6 +12,7 @@ import pytest
 from mlxq.worker.engine.memory import measure
 from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.request import Logprob, SamplingParams
+from mlxq.worker.engine.row_cache import CacheOptions
 from tests.engine.rig import GREEDY, Rig, greedy_reference, prompt_of, request, run
 from tests.engine.tiny import make_tiny_model
 
@@ -75,6 +76,20 @@ def test_any_kind_of_cache_can_be_parked(tmp_path: Path, config: dict[str, Any])
         count = 24 if index < 3 else 9
         expected = greedy_reference(other, prompt_of(length, index), count)
         assert rig.ids[str(index)] == expected, f"row {index}"
+
+
+def test_a_row_with_quantised_layers_can_be_parked(tmp_path: Path) -> None:
+    config = {"head_dim": 32, "num_hidden_layers": 3}
+    loaded = load_model(str(make_tiny_model(tmp_path, config=config)))
+    low = request("low", prompt_of(70), max_tokens=30, priority=LOW)
+    options = CacheOptions(kv_bits=8)
+    expected = run(loaded, low, options=options)["low"]
+    rig = Rig(loaded, max_batch=2, options=options)
+    rig.admit(low, request("beside", prompt_of(9, 3), max_tokens=60, priority=NORMAL))
+    rig.step_until("low", 5)
+    rig.admit(request("high", prompt_of(12, 1), max_tokens=6, priority=HIGH))
+    assert rig.finish()["low"] == expected
+    assert list(rig.ends) == ["high", "low", "beside"]
 
 
 def test_the_last_row_of_the_lowest_priority_makes_room(loaded: LoadedModel) -> None:
