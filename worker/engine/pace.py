@@ -37,7 +37,7 @@ PROBE = 1.5
 ids, shows only by trying."""
 
 ENOUGH = 0.8
-MOST_GROWTH, MOST_SHRINK = 4.0, 0.4
+MOST_GROWTH, MOST_SHRINK = 4.0, 0.1
 """What a single measurement may do to the size of the next chunk."""
 
 TAIL = 1.25
@@ -49,7 +49,8 @@ class Pace:
 
     One size for chunks that run alone, one for those beside decode steps: each is multiplied by
     what its time may be over what it was. So it settles at the time allowed, whatever a chunk
-    costs for itself, for each id, and for each id of context.
+    costs for itself, for each id, and for each id of context. Beside decode steps the size goes
+    with the time allowed, which changes with the rows that decode.
 
     Beside decode steps a chunk is not timed by itself: the device works in the order it was told,
     but how far the host runs ahead of it differs between devices. In a run of steps the times
@@ -61,8 +62,8 @@ class Pace:
     def __init__(self, most_ids: int) -> None:
         self._most_ids = most_ids
         self._idle_ids = self._within(FIRST_IDS)
-        self._busy_ids: float | None = None
-        self._id_s: float | None = None  # of the last chunk alone
+        self._id_s: float | None = None  # of a chunk beside decode steps
+        self._alone_id_s: float | None = None  # of the last chunk alone
         self._steps_s: deque[float] = deque(maxlen=3)
         self._calm_s: float | None = None
         self._calm_steps = 0
@@ -78,10 +79,9 @@ class Pace:
         """Ids of the next chunk, beside a decode step or not."""
         if not decoding:
             return int(self._idle_ids)
-        if self._busy_ids is None:
-            known = self._id_s if self._steps_s else None
-            self._busy_ids = self._within(self._budget_s / known if known else FIRST_IDS)
-        return int(self._busy_ids)
+        id_s = self._id_s or self._alone_id_s
+        known = id_s is not None and bool(self._steps_s)
+        return int(self._within(self._budget_s / id_s if known and id_s else FIRST_IDS))
 
     def ids(self, left: int, *, decoding: bool) -> int:
         """For the next chunk of a prompt with so many ids left."""
@@ -90,7 +90,7 @@ class Pace:
 
     def chunk_alone(self, ids: int, seconds: float) -> None:
         """A chunk of so many ids took so long by itself."""
-        self._id_s = seconds / ids
+        self._alone_id_s = seconds / ids
         self._idle_ids = self._steered(self._idle_ids, ids, seconds, IDLE_S)
 
     def step(self, seconds: float, chunk: int | None) -> None:
@@ -119,13 +119,15 @@ class Pace:
                 return
         over = 0.0 if chunk is None else chunk / 2
         ids = sum(self._run) + self._carried - over
-        if self._run and self._steps_s and self._busy_ids is not None:
+        if self._run and self._steps_s:
             alone_s = self._run_steps * median(self._steps_s)
             chunks_s = max(self._run_s - alone_s, 0.05 * self._run_s)
             share = ids / sum(self._run)
             size = sum(self._run) / len(self._run)
             each_s = chunks_s / (len(self._run) * share)
-            self._busy_ids = self._steered(self._busy_ids, size, each_s, self._budget_s)
+            allowed = self.size(decoding=True)
+            steered = self._steered(allowed, size, each_s, self._budget_s)
+            self._id_s = self._budget_s / steered
         self._run, self._run_s, self._run_steps, self._carried = [], 0.0, 0, over
 
     @property
