@@ -16,7 +16,7 @@ from mlxq.worker.engine.models import LoadedModel
 from mlxq.worker.engine.pace import Pace
 from mlxq.worker.engine.prefill import Chunk, Prefill, Ready
 from mlxq.worker.engine.prefix_cache import PrefixCache
-from mlxq.worker.engine.probe import probe
+from mlxq.worker.engine.probe import learn_pace, probe
 from mlxq.worker.engine.request import NO_BOUND, Admit, Output, RowKey
 from mlxq.worker.engine.row import Row
 from mlxq.worker.engine.row_cache import CacheOptions
@@ -149,6 +149,14 @@ class MlxBatch:
         """Whether the engine works, apart from the rows it has; raises if not."""
         probe(self._network, self._options, max_batch=self._max_batch)
 
+    def warm_up(self) -> None:
+        """The probe, and a prompt that nobody sent, for the pace; raises if the engine is broken.
+
+        So the first job neither waits for kernels to be compiled nor is read in small chunks.
+        """
+        self.probe()
+        learn_pace(self._pace, self._network, self._options, self.info.context_length)
+
     def _refusal(self, request: Admit) -> str:
         """Why a request cannot be run; empty if it can. Once it runs, it must not raise."""
         ids = request.prompt + request.generated
@@ -262,7 +270,7 @@ class MlxBatch:
 
     def _read_chunk(self) -> Chunk | None:
         """Sets the next chunk going."""
-        decoding = bool(self._decoding.rows)
+        decoding = len(self._decoding.rows)
         turn = None
         if not (decoding and self._pace.resting):
             turn = self._prefilling.next(decoding=decoding)

@@ -83,9 +83,9 @@ def _checked(loaded: LoadedModel, options: CacheOptions) -> LoadedModel:
 
 
 def _warm_up(batch: MlxBatch) -> None:
-    """Runs the probe. Raises ModelError: this model cannot run in a batch at all."""
+    """Raises ModelError: this model cannot run in a batch at all."""
     try:
-        batch.probe()
+        batch.warm_up()
     except Exception as error:
         raise _cannot_generate(batch.info.name, error) from error
 

@@ -75,17 +75,23 @@ class Pace:
         self._run_steps = 0
         self._carried = 0.0
 
-    def size(self, *, decoding: bool) -> int:
-        """Ids of the next chunk, beside a decode step or not."""
+    def size(self, *, decoding: int, reading: int = 1) -> int:
+        """Ids of the next chunk, while so many rows decode and so many read their prompts.
+
+        Where more rows wait for their first id than for their next, those go first.
+        """
         if not decoding:
             return int(self._idle_ids)
         id_s = self._id_s or self._alone_id_s
         known = id_s is not None and bool(self._steps_s)
-        return int(self._within(self._budget_s / id_s if known and id_s else FIRST_IDS))
+        if not (known and id_s):
+            return int(self._within(FIRST_IDS))
+        budget_s = max(self._budget_s, min(IDLE_S, self._budget_s * reading / decoding))
+        return int(self._within(budget_s / id_s))
 
-    def ids(self, left: int, *, decoding: bool) -> int:
-        """For the next chunk of a prompt with so many ids left."""
-        size = self.size(decoding=decoding)
+    def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
+        """The same for a prompt with so many ids left."""
+        size = self.size(decoding=decoding, reading=reading)
         return min(left, self._most_ids) if left <= TAIL * size else size
 
     def chunk_alone(self, ids: int, seconds: float) -> None:
@@ -125,7 +131,7 @@ class Pace:
             share = ids / sum(self._run)
             size = sum(self._run) / len(self._run)
             each_s = chunks_s / (len(self._run) * share)
-            allowed = self.size(decoding=True)
+            allowed = self.size(decoding=1)
             steered = self._steered(allowed, size, each_s, self._budget_s)
             self._id_s = self._budget_s / steered
         self._run, self._run_s, self._run_steps, self._carried = [], 0.0, 0, over

@@ -1,14 +1,20 @@
-"""Two short rows that show whether the engine works."""
+"""Rows that nobody sent: whether the engine works, and how fast it reads."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import mlx.core as mx
+
 from mlxq.worker.engine.decode import DecodeBatch
+from mlxq.worker.engine.pace import Pace
 from mlxq.worker.engine.prefill import Prefill
 from mlxq.worker.engine.request import Admit, RowKey, SamplingParams
 from mlxq.worker.engine.row import Row
 from mlxq.worker.engine.row_cache import CacheOptions
+
+LEARN_IDS, LEARN_CHUNKS, LEARN_S = 4096, 3, 1.0
 
 _EVERYTHING = SamplingParams(
     temperature=0.9,
@@ -36,3 +42,18 @@ def probe(network: Any, options: CacheOptions, *, max_batch: int) -> None:
         batch.join(ready)
     while batch.rows:
         batch.step()
+
+
+def learn_pace(pace: Pace, network: Any, options: CacheOptions, context_length: int) -> None:
+    """Reads a prompt until it is known what a chunk takes: a few chunks, and more for a second."""
+    prompt = [0] * min(LEARN_IDS, context_length)
+    request = Admit(RowKey("pace", 0), prompt, [], 1, _GREEDY, frozenset())
+    prefill = Prefill(network, [Row(request)], options)
+    begun_at, chunks, chunk = time.perf_counter(), 0, None
+    while chunk is None or chunk.ready is None:
+        if chunks >= LEARN_CHUNKS and time.perf_counter() - begun_at > LEARN_S:
+            break
+        started_at, chunks = time.perf_counter(), chunks + 1
+        chunk = prefill.read(pace.ids(prefill.left, decoding=False))
+        mx.eval(chunk.results)
+        pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)

@@ -51,21 +51,23 @@ class Turns:
         self._prefills.remove(prefill)
         prefill.give_back()
 
-    def next(self, *, decoding: bool) -> tuple[Prefill, int] | None:
+    def next(self, *, decoding: int) -> tuple[Prefill, int] | None:
         """The prefill whose turn it is, taken out, and how many ids it may read of each row.
 
+        decoding  how many rows decode meanwhile
         One that is not ready after that comes back by `put_back`.
         """
         if not self._prefills:
             return None
         first = self._whose_turn()
         self._look_up(first.rows[0])
-        size = self._pace.size(decoding=decoding)
+        reading = len(self._prefills)
+        size = self._pace.size(decoding=decoding, reading=reading)
         chosen = self._with_others(first, size)
         self._prefills = [each for each in self._prefills if each not in chosen]
         if len(chosen) > 1:
             return self._new([each.rows[0] for each in chosen]), size // len(chosen)
-        ids = self._pace.ids(first.left, decoding=decoding)
+        ids = self._pace.ids(first.left, decoding=decoding, reading=reading)
         stop = next((length for length in first.rows[0].stops if length > first.held), None)
         return first, ids if stop is None else min(ids, stop - first.held)
 
