@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from mlxq.worker.engine.pace import FIRST_IDS, IDLE_S, LEAST_IDS, SHARE, TAIL, Pace
+from mlxq.worker.engine.pace import FEW, FIRST_IDS, IDLE_S, LEAST_IDS, SHARE, TAIL, Pace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ LAPTOP = Device(chunk_s=2e-2, id_s=1.5e-3, context_id_s=5e-8, step_s=6e-2)
 SLOW = Device(chunk_s=0.2, id_s=0.12, context_id_s=1e-5, step_s=0.5)
 DEVICES = {"gpu": GPU, "laptop": LAPTOP, "slow": SLOW}
 COMPILING_S = 5.0
+ROWS = 32
 
 
 class Chunks(list[tuple[int, float]]):
@@ -46,7 +47,7 @@ def read_alone(pace: Pace, device: Device, length: int) -> Chunks:
     """A prompt while nothing decodes."""
     chunks, context = Chunks(), 0
     while context < length:
-        ids = pace.ids(length - context, decoding=False)
+        ids = pace.ids(length - context, decoding=0)
         seconds = device.read_s(ids, context)
         pace.chunk_alone(ids, seconds)
         chunks.append((ids, seconds))
@@ -65,13 +66,13 @@ def read_beside(
     while waiting:
         chunk, seconds = None, 0.0
         if not pace.resting:
-            left, size = waiting[0] - context, pace.size(decoding=True)
+            left, size = waiting[0] - context, pace.size(decoding=ROWS)
             together = size // left if context == 0 else 0
             if together > 1:
                 chunk = sum(waiting[:together])
                 del waiting[:together]
             else:
-                chunk = pace.ids(left, decoding=True)
+                chunk = pace.ids(left, decoding=ROWS)
             seconds = device.read_s(chunk, context)
             if together <= 1:
                 context += chunk
@@ -149,6 +150,17 @@ def test_rows_that_joined_since_do_not_make_chunks_longer() -> None:
     assert sum(late) / len(late) > 0.6 * SHARE * slower.step_s, "but they are no news for ever"
 
 
+def test_the_more_prompts_wait_the_more_time_they_get() -> None:
+    """Or the batch stays half empty while its slots are taken."""
+    pace = Pace(10**6)
+    read_beside(pace, GPU, [16_384])
+    few = pace.size(decoding=32, reading=1)
+    assert few == pace.size(decoding=32, reading=8)
+    assert pace.size(decoding=8, reading=8) == pytest.approx(FEW * few, abs=FEW)
+    crowd = pace.size(decoding=1, reading=10**6)
+    assert crowd == pytest.approx(few * IDLE_S / (SHARE * GPU.step_s), rel=0.05)
+
+
 def test_the_first_chunk_beside_rows_follows_from_those_alone() -> None:
     pace = Pace(2048)
     read_alone(pace, GPU, 10_000)
@@ -175,9 +187,9 @@ def test_one_outlier_does_not_last() -> None:
 def test_a_small_rest_is_read_along() -> None:
     pace = Pace(2048)
     read_alone(pace, LAPTOP, 40_000)
-    size = pace.size(decoding=False)
-    assert pace.ids(int(TAIL * size), decoding=False) == int(TAIL * size)
-    assert pace.ids(2 * size, decoding=False) == size
+    size = pace.size(decoding=0)
+    assert pace.ids(int(TAIL * size), decoding=0) == int(TAIL * size)
+    assert pace.ids(2 * size, decoding=0) == size
 
 
 def test_no_chunk_exceeds_the_limit() -> None:
@@ -185,8 +197,8 @@ def test_no_chunk_exceeds_the_limit() -> None:
         pace = Pace(limit)
         chunks, _ = read_beside(pace, GPU, [1000])
         assert max(chunks.sizes) <= limit
-        assert pace.ids(1000, decoding=False) <= limit
-        assert pace.ids(limit + 1, decoding=False) <= limit
+        assert pace.ids(1000, decoding=0) <= limit
+        assert pace.ids(limit + 1, decoding=0) <= limit
 
 
 def test_the_first_step_beside_new_rows_shows_what_a_step_takes() -> None:

@@ -19,6 +19,10 @@ SHARE = 1.6
 one had taken before prompts came. Rows that joined since have made steps longer; but a chunk may
 always take LEAST_SHARE of what a step takes now."""
 
+FEW = 4
+"""That holds while at least so many times as many rows decode as prompts are read. A batch that is
+hardly filled is slow for all who wait, so with more prompts a chunk takes more."""
+
 LEAST_SHARE = 0.5
 CALM_STEPS = 5
 """So many steps in a row without a chunk show what a step takes when no prompts come."""
@@ -78,7 +82,7 @@ class Pace:
     def size(self, *, decoding: int, reading: int = 1) -> int:
         """Ids of the next chunk, while so many rows decode and so many read their prompts.
 
-        Where more rows wait for their first id than for their next, those go first.
+        The more wait for their first id, the more time they get.
         """
         if not decoding:
             return int(self._idle_ids)
@@ -86,7 +90,8 @@ class Pace:
         known = id_s is not None and bool(self._steps_s)
         if not (known and id_s):
             return int(self._within(FIRST_IDS))
-        budget_s = max(self._budget_s, min(IDLE_S, self._budget_s * reading / decoding))
+        crowd = FEW * reading / decoding
+        budget_s = max(self._budget_s, min(IDLE_S, self._budget_s * crowd))
         return int(self._within(budget_s / id_s))
 
     def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
@@ -131,7 +136,7 @@ class Pace:
             share = ids / sum(self._run)
             size = sum(self._run) / len(self._run)
             each_s = chunks_s / (len(self._run) * share)
-            allowed = self.size(decoding=1)
+            allowed = self.size(decoding=1, reading=0)
             steered = self._steered(allowed, size, each_s, self._budget_s)
             self._id_s = self._budget_s / steered
         self._run, self._run_s, self._run_steps, self._carried = [], 0.0, 0, over
