@@ -128,6 +128,27 @@ def test_every_row_is_told_once_what_it_need_not_read(loaded: LoadedModel) -> No
     assert rig.cached == dict.fromkeys("0123", 0)
 
 
+def test_many_rows_that_leave_and_join_are_exact(loaded: LoadedModel) -> None:
+    """In a large batch rows that left stay in the arrays for a while."""
+    rig = Rig(loaded, max_batch=40, prefill_step=256)
+    counts = {n: 3 + (7 * n) % 50 for n in range(70)}
+    sampling = replace(GREEDY, logprobs=1)
+    for n, count in counts.items():
+        each = sampling if n % 5 == 0 else GREEDY
+        rig.admit(request(str(n), prompt_of(4 + n % 9, n), max_tokens=count, sampling=each))
+        rig.step(n % 2)
+        if n % 10 == 9:
+            rig.cancel(str(n - 4))
+    rig.finish()
+    assert rig.batch.kv_bytes == 0
+    for n, count in counts.items():
+        expected = greedy_reference(loaded, prompt_of(4 + n % 9, n), count)
+        made = rig.ids.get(str(n), [])
+        assert made == (expected if str(n) in rig.ends else expected[: len(made)])
+        if n % 5 == 0:
+            assert [report.top[0][0] for report in rig.logprobs.get(str(n), [])] == made
+
+
 def test_no_more_rows_than_slots(loaded: LoadedModel) -> None:
     rig = Rig(loaded, max_batch=2)
     rig.admit(*(request(str(index), prompt_of(4, index), max_tokens=8) for index in range(5)))

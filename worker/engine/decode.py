@@ -16,6 +16,9 @@ from mlxq.worker.engine.row import Row
 from mlxq.worker.engine.row_cache import CacheOptions, quantised
 from mlxq.worker.engine.sampling import Sampling
 
+LEFT_SHARE = 16
+"""One in so many rows may be one that left."""
+
 
 class _Ids(NamedTuple):
     """One drawn id of every row, (rows,), and what was reported of them by the rows of then."""
@@ -33,7 +36,10 @@ class DecodeBatch:
     A single row keeps the cache of its prefill; from the second on they are merged. Quantised
     layers are made of those of single rows.
 
-    rows  in the order of the arrays; one that has ended stays until `leave`
+    To take rows out of the arrays copies all others, and the host waits for the step in flight. So
+    rows that left stay there until they are one in LEFT_SHARE; their ids are ignored.
+
+    rows  those that have not left; one that has ended stays until `leave`
     """
 
     def __init__(self, network: Any, options: CacheOptions | None = None) -> None:
@@ -43,6 +49,7 @@ class DecodeBatch:
 
     def _clear(self) -> None:
         self.rows: list[Row] = []
+        self._places: list[Row] = []  # in the order of the arrays
         self._cache: Cache = []
         self._merged = False
         self._sampling: Sampling | None = None
@@ -65,6 +72,7 @@ class DecodeBatch:
 
     def absorb(self, other: DecodeBatch) -> None:
         """Takes in the rows of another batch, which is empty then. Both have an unread step."""
+        other._tidy()
         if other._sampling is not None and other._newest is not None:
             rows, cache, merged = other.rows, other._cache, other._merged
             self._take_in(rows, cache, merged, other._sampling, other._newest)
@@ -80,7 +88,7 @@ class DecodeBatch:
             return False
         logits = self._network(self._newest.ids[:, None], cache=self._cache)[:, -1]
         drawn = self._sampling.draw(logits)
-        reports = [] if drawn.logprobs is None else [(self.rows, drawn.logprobs)]
+        reports = [] if drawn.logprobs is None else [(self._places, drawn.logprobs)]
         self._newest, self._newest_read = _Ids(drawn.ids, reports), False
         mx.async_eval(  # type: ignore[no-untyped-call]
             drawn.ids, drawn.logprobs.arrays if drawn.logprobs else []
@@ -109,28 +117,34 @@ class DecodeBatch:
     def leave(self, rows: Collection[Row]) -> None:
         """Drops these rows, between a read and the next launch."""
         gone = set(rows)
-        stay = [index for index, row in enumerate(self.rows) if row not in gone]
-        if len(stay) == len(self.rows):
-            return
-        if not stay or self._sampling is None or self._newest is None:
+        self.rows = [row for row in self.rows if row not in gone]
+        if not self.rows:
             self._clear()
-            return
-        self.rows = [self.rows[index] for index in stay]
-        caches.keep(self._cache, stay)
-        self._sampling.filter(stay)
-        ids = self._newest.ids[mx.array(stay, mx.int32)]
-        self._newest = _Ids(ids, self._newest.reports)
+        elif LEFT_SHARE * (len(self._places) - len(self.rows)) >= len(self._places):
+            self._tidy()
 
     def extract(self, rows: Sequence[Row]) -> list[tuple[Cache, int]]:
         """For these rows their own cache, evaluated, and how many of their ids it holds."""
         if self._merged:
-            found = caches.extract(self._cache, [self.rows.index(row) for row in rows])
+            found = caches.extract(self._cache, [self._places.index(row) for row in rows])
         else:
             found = [self._cache for _ in rows]
             mx.eval(caches.arrays(self._cache))
         # The last id is read by the step in flight, if there is one.
         behind = 1 if self._newest_read else 0
         return [(cache, row.length - behind) for cache, row in zip(found, rows, strict=True)]
+
+    def _tidy(self) -> None:
+        """Takes the rows that left out of the arrays."""
+        if self._sampling is None or self._newest is None or len(self.rows) == len(self._places):
+            return
+        staying = set(self.rows)
+        stay = [index for index, row in enumerate(self._places) if row in staying]
+        self._places = self.rows
+        caches.keep(self._cache, stay)
+        self._sampling.filter(stay)
+        ids = self._newest.ids[mx.array(stay, mx.int32)]
+        self._newest = _Ids(ids, self._newest.reports)
 
     def _take_in(
         self, rows: list[Row], cache: Cache, merged: bool, sampling: Sampling, newest: _Ids
@@ -146,15 +160,18 @@ class DecodeBatch:
             ids = mx.concatenate([self._newest.ids, newest.ids])
             self._newest = _Ids(ids, self._newest.reports + newest.reports)
         self._newest_read = False
-        self.rows = self.rows + rows
+        self.rows, self._places = self.rows + rows, self._places + rows
 
     def _outputs(self, drawn: _Ids) -> list[tuple[Row, Output]]:
         logprobs: dict[Row, Logprob] = {}
         for rows, lazy in drawn.reports:
             logprobs.update((rows[index], value) for index, value in lazy.read().items())
         ids = cast(list[int], drawn.ids.tolist())
+        gone = set(self._places).difference(self.rows)
         outputs = []
-        for row, id in zip(self.rows, ids, strict=True):
+        for row, id in zip(self._places, ids, strict=True):
+            if row in gone:
+                continue
             finish = row.take(id)
             new = [] if finish == "stop" else [id]
             report = logprobs.get(row) if logprobs else None
