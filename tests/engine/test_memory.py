@@ -138,7 +138,7 @@ def test_the_plan_adds_up() -> None:
     assert plan.prefix_bytes == int(1.6e9)
     assert plan.cache_limit_bytes == 1e9
     assert plan.kv_bytes == int(16e9) - (4 << 30) - int(1.6e9) - 2 * 10**9
-    assert plan_memory(0, budget=64e9).cache_limit_bytes == memory.MAX_CACHE_LIMIT_BYTES
+    assert plan_memory(0, budget=200e9).cache_limit_bytes == memory.MAX_CACHE_LIMIT_BYTES
     assert plan_memory(0, budget=16e9, prefix_cache=0.5).prefix_bytes == 8e9
     assert plan_memory(0, budget=16e9, prefix_cache=3e9).prefix_bytes == 3e9
     assert plan_memory(0, budget=16e9, prefix_cache=0).prefix_bytes == 0

@@ -16,7 +16,7 @@ DEFAULT_SHARE = 0.85
 """Of what the device recommends; the rest is for the system and whatever else runs on it."""
 
 PREFIX_SHARE = 0.1
-MAX_CACHE_LIMIT_BYTES = 2 << 30
+MAX_CACHE_LIMIT_BYTES = 8 << 30
 CLEAR_STEPS = 256
 IDLE_CACHE_BYTES = 64 << 20
 GROWTH_IDS = 256

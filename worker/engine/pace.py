@@ -166,3 +166,10 @@ class Pace:
 
     def _within(self, ids: float) -> float:
         return min(max(ids, float(min(LEAST_IDS, self._most_ids))), float(self._most_ids))
+
+
+def _round(size: int) -> int:
+    """Down to a power of two or one and a half of it: sizes that come again find buffers of theirs,
+    and on CUDA plans of their attention."""
+    power = 1 << (size.bit_length() - 1)
+    return power + power // 2 if 2 * size >= 3 * power > 2 else power
