@@ -97,7 +97,7 @@ class Pace:
     def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
         """The same for a prompt with so many ids left."""
         size = self.size(decoding=decoding, reading=reading)
-        return min(left, self._most_ids) if left <= TAIL * size else size
+        return min(left, self._most_ids) if left <= TAIL * size else _round(size)
 
     def chunk_alone(self, ids: int, seconds: float) -> None:
         """A chunk of so many ids took so long by itself."""
