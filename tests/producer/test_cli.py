@@ -26,7 +26,10 @@ from tests.producer.hand import HandWorker
 from tests.proxy import Proxy
 from tests.server import Server, free_port
 
-MAIN = "from mlxq.producer.cli import main; main()"
+# Workers of pytest-xdist ignore SIGINT, and a child inherits that.
+HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+MAIN = f"{HEED_CTRL_C}; from mlxq.producer.cli import main; main()"
+MOST_S = 60.0
 
 
 class Shell:
@@ -54,7 +57,12 @@ class Shell:
 
 async def end(process: Process) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    out, err = await process.communicate()
+    try:
+        async with asyncio.timeout(MOST_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
