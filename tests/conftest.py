@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
@@ -21,6 +22,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         module = getattr(item, "module", None)
         if "server" in getattr(item, "fixturenames", ()) or hasattr(module, "Server"):
             item.add_marker("server")
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A worker that ends ignores signals from then on; the process of the tests goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
