@@ -48,8 +48,8 @@ def test_a_missing_guard_is_noticed(blocking: redis.Redis, queue: str, guard: st
     for seed in range(MOST_SCHEDULES):
         try:
             run_schedule(blocking, f"{queue}-{seed}", seed, BITES[guard], patched)
-        except ScriptFailed as error:
-            pytest.fail(f"the scripts do not run without {guard}: {error}")
+        except ScriptFailed:
+            continue  # a script stopped at what the guard keeps out: no promise is broken by that
         except Violation:
             return
     pytest.fail(f"nobody missed the guard {guard} in {MOST_SCHEDULES} schedules")
