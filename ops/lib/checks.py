@@ -52,7 +52,8 @@ class Outcome:
 
 def stages(pytest_arguments: Sequence[str]) -> list[Stage]:
     python = sys.executable
-    workers = str(min(max(os.cpu_count() or 2, 2), 8))
+    # One more than there are cores: half of their time tests wait for servers and processes.
+    workers = str(min(max(os.cpu_count() or 2, 2), 8) + 1)
     tests = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
     found = [
         Stage("ruff check", [python, "-m", "ruff", "check", "."]),
