@@ -155,8 +155,8 @@ def test_the_more_prompts_wait_the_more_time_they_get() -> None:
     pace = Pace(10**6)
     read_beside(pace, GPU, [16_384])
     few = pace.size(decoding=32, reading=1)
-    assert few == pace.size(decoding=32, reading=8)
-    assert pace.size(decoding=8, reading=8) == pytest.approx(FEW * few, abs=FEW)
+    assert few == pace.size(decoding=8 * FEW, reading=8)
+    assert pace.size(decoding=8 * FEW, reading=16) == pytest.approx(2 * few, abs=2)
     crowd = pace.size(decoding=1, reading=10**6)
     assert crowd == pytest.approx(few * IDLE_S / (SHARE * GPU.step_s), rel=0.05)
 

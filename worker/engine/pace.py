@@ -11,7 +11,7 @@ FIRST_IDS = 64
 LEAST_IDS = 16
 """Fewer cost a forward pass hardly less."""
 
-IDLE_S = 1.0
+IDLE_S = 2.0
 """What a chunk may take while no row decodes: a new row or an abort waits so long."""
 
 SHARE = 1.6
@@ -19,7 +19,7 @@ SHARE = 1.6
 one had taken before prompts came. Rows that joined since have made steps longer; but a chunk may
 always take LEAST_SHARE of what a step takes now."""
 
-FEW = 4
+FEW = 20
 """That holds while at least so many times as many rows decode as prompts are read. A batch that is
 hardly filled is slow for all who wait, so with more prompts a chunk takes more."""
 
