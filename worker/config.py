@@ -113,6 +113,11 @@ class Config:
         object.__setattr__(self, "owner", f"{self.name}.{secrets.token_hex(6)}")
 
     @property
+    def answer_timeout_s(self) -> float:
+        """How long a request to Redis may take."""
+        return max(1.0, self.lease_s / 3)
+
+    @property
     def lease_ms(self) -> int:
         return round(self.lease_s * 1000)
 

@@ -26,7 +26,7 @@ async def first_answer(config: Config) -> None:
 
 async def _answer_of(config: Config, key: str) -> None:
     link = Link(
-        config.redis_url, key, timeout_s=max(1.0, config.lease_s / 3), on_back=lambda down_s: None
+        config.redis_url, key, timeout_s=config.answer_timeout_s, on_back=lambda down_s: None
     )
     backoff = Backoff()
     try:

@@ -56,7 +56,7 @@ class Shard:
         self._link = Link(
             config.redis_url,
             keys.bell,
-            timeout_s=max(1.0, config.lease_s / 3),
+            timeout_s=config.answer_timeout_s,
             on_back=self._redis_back,
         )
         self._lease = LeaseThread(

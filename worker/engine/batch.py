@@ -11,7 +11,7 @@ import structlog
 
 from mlxq.worker.engine import caches
 from mlxq.worker.engine.groups import DecodeGroups
-from mlxq.worker.engine.memory import ClearRhythm, KvCost, model_bytes
+from mlxq.worker.engine.memory import ClearRhythm, KvCost, end_streams, model_bytes
 from mlxq.worker.engine.models import LoadedModel
 from mlxq.worker.engine.pace import Pace
 from mlxq.worker.engine.prefill import Chunk, Prefill, Ready
@@ -141,9 +141,7 @@ class MlxBatch:
         self._cancelled.clear()
         self._network = None
         del self._prefilling, self._decoding
-        mx.clear_cache()
-        # A thread that ends with MLX streams of its own can abort the process at exit.
-        mx.clear_streams()
+        end_streams()
 
     def probe(self) -> None:
         """Whether the engine works, apart from the rows it has; raises if not."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from mlxq.worker.engine.batch import MlxBatch
-from mlxq.worker.engine.memory import measure, model_bytes, plan_memory, set_limits
+from mlxq.worker.engine.memory import end_streams, measure, model_bytes, plan_memory, set_limits
 from mlxq.worker.engine.models import LoadedModel, ModelError, Source, load_model, one_line
 from mlxq.worker.engine.prefix_cache import PrefixCache
 from mlxq.worker.engine.row_cache import CacheOptions, check_quantised
@@ -92,9 +90,3 @@ def _warm_up(batch: MlxBatch) -> None:
 
 def _cannot_generate(name: str, error: Exception) -> ModelError:
     return ModelError(f"{name} fails its first generation: {one_line(error)}")
-
-
-def end_streams() -> None:
-    """A thread that ends with MLX streams of its own can abort the process at exit."""
-    mx.clear_cache()
-    mx.clear_streams()

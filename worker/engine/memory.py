@@ -137,6 +137,12 @@ def set_limits(plan: MemoryPlan) -> None:
     mx.set_cache_limit(plan.cache_limit_bytes)
 
 
+def end_streams() -> None:
+    """A thread that ends with MLX streams of its own can abort the process at exit."""
+    mx.clear_cache()
+    mx.clear_streams()
+
+
 class ClearRhythm:
     """Gives freed buffers back where it costs no step. Engine thread only.
 

@@ -87,16 +87,15 @@ class Pace:
         if not decoding:
             return int(self._idle_ids)
         id_s = self._id_s or self._alone_id_s
-        known = id_s is not None and bool(self._steps_s)
-        if not (known and id_s):
+        if not id_s or not self._steps_s:
             return int(self._within(FIRST_IDS))
         crowd = FEW * reading / decoding
         budget_s = max(self._budget_s, min(IDLE_S, self._budget_s * crowd))
         return int(self._within(budget_s / id_s))
 
-    def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
-        """The same for a prompt with so many ids left."""
-        size = self.size(decoding=decoding, reading=reading)
+    def ids(self, left: int, *, decoding: int) -> int:
+        """The same for a prompt with so many ids left, whoever else waits."""
+        size = self.size(decoding=decoding)
         return min(left, self._most_ids) if left <= TAIL * size else _round(size)
 
     def chunk_alone(self, ids: int, seconds: float) -> None:
@@ -133,9 +132,8 @@ class Pace:
         if self._run and self._steps_s:
             alone_s = self._run_steps * median(self._steps_s)
             chunks_s = max(self._run_s - alone_s, 0.05 * self._run_s)
-            share = ids / sum(self._run)
             size = sum(self._run) / len(self._run)
-            each_s = chunks_s / (len(self._run) * share)
+            each_s = chunks_s * size / ids
             allowed = self.size(decoding=1, reading=0)
             steered = self._steered(allowed, size, each_s, self._budget_s)
             self._id_s = self._budget_s / steered
