@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from mlxq.worker.engine.batch import MlxBatch
-from mlxq.worker.engine.models import LoadedModel
+from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.request import Admit, Logprob, Output, RowKey, SamplingParams
+from tests.engine.tiny import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
 STEP_LIMIT = 2_000
@@ -106,6 +109,16 @@ def run(loaded: LoadedModel, *requests: Admit, **options: Any) -> dict[str, list
     rig = Rig(loaded, **options)
     rig.admit(*requests)
     return rig.finish()
+
+
+def settled_rig(folder: Path) -> tuple[Rig, int]:
+    """A rig of a wider tiny model that has run once, and the bytes in use since then."""
+    wide = load_model(str(make_tiny_model(folder, hidden_size=128)))
+    rig = Rig(wide, max_batch=8, prefill_step=256)
+    rig.admit(request("warm", prompt_of(9), max_tokens=2))
+    rig.finish()
+    gc.collect()
+    return rig, mx.get_active_memory()
 
 
 class Trap:

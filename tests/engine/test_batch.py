@@ -21,6 +21,7 @@ from tests.engine.rig import (
     reference_logprobs,
     request,
     run,
+    settled_rig,
 )
 from tests.engine.tiny import make_tiny_model
 
@@ -386,12 +387,7 @@ def test_a_decode_step_that_raises_is_not_swallowed(loaded: LoadedModel) -> None
 
 
 def test_finished_and_cancelled_rows_leave_no_memory(tmp_path: Path) -> None:
-    wide = load_model(str(make_tiny_model(tmp_path, hidden_size=128)))
-    rig = Rig(wide, max_batch=8, prefill_step=256)
-    rig.admit(request("warm", prompt_of(9), max_tokens=2))
-    rig.finish()
-    gc.collect()
-    before = mx.get_active_memory()
+    rig, before = settled_rig(tmp_path)
     row_bytes = 2 * 2 * 64 * 4 * 400  # layers x (keys, values) x width x float32 x positions
     rig.admit(*(request(str(n), prompt_of(380, n), max_tokens=90 + n) for n in range(8)))
     rig.step_until("7")

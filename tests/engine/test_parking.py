@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,15 @@ from mlxq.worker.engine.memory import measure
 from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.request import Logprob, SamplingParams
 from mlxq.worker.engine.row_cache import CacheOptions
-from tests.engine.rig import GREEDY, Rig, greedy_reference, prompt_of, request, run
+from tests.engine.rig import (
+    GREEDY,
+    Rig,
+    greedy_reference,
+    prompt_of,
+    request,
+    run,
+    settled_rig,
+)
 from tests.engine.tiny import make_tiny_model
 
 HIGH, NORMAL, LOW = 0, 1, 2
@@ -266,12 +273,7 @@ def test_parked_rows_of_less_priority_give_up_their_memory(loaded: LoadedModel) 
 
 def test_a_parked_row_does_not_hold_the_memory_of_its_batch(tmp_path: Path) -> None:
     """Mechanism: the lazy copy of a row keeps the arrays of all rows alive."""
-    wide = load_model(str(make_tiny_model(tmp_path, hidden_size=128)))
-    rig = Rig(wide, max_batch=8, prefill_step=256)
-    rig.admit(request("warm", prompt_of(9), max_tokens=2))
-    rig.finish()
-    gc.collect()
-    before = mx.get_active_memory()
+    rig, before = settled_rig(tmp_path)
     row_bytes = 2 * 2 * 64 * 4 * 256  # layers x (keys, values) x width x float32 x positions
     for n in range(8):
         rig.admit(request(str(n), prompt_of(150, n), max_tokens=360, priority=LOW))

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rich import box
 from rich.table import Table
 
 from ops.lib.bench.batches import Ask, Makers, Side, Timeline, prompts
-from ops.lib.bench.measure import Spread, percentile
+from ops.lib.bench.measure import Spread, columns, in_turn, percentile, ratio
 
 RUNNING_PROMPT = 128
 BURST_LENGTHS = (16, 24, 32, 48, 64)
@@ -104,7 +103,7 @@ def run(makers: Makers, plan: Plan) -> dict[str, dict[str, list[Numbers]]]:
             measure(side, plan, 1_000)  # compiles kernels, and lets a pace be learned
     for number in range(plan.rounds):
         for case, measure in CASES.items():
-            for name in list(sides) if number % 2 == 0 else list(reversed(sides)):
+            for name in in_turn(sides, number):
                 found[case][name].append(measure(sides[name], plan, number))
     return found
 
@@ -119,21 +118,17 @@ def data(found: dict[str, dict[str, list[Numbers]]]) -> dict[str, dict[str, Spre
             shown[f"{case}.{number}"] = {
                 "raw": Spread.of(raw),
                 "own": Spread.of(own),
-                "own/raw": Spread.of([a / b for a, b in zip(own, raw, strict=True)]),
+                "own/raw": ratio(own, raw),
             }
     return shown
 
 
 def table(found: dict[str, dict[str, Spread]]) -> Table:
-    shown = Table(
+    shown = columns(
+        *("", "raw", "own", "own/raw"),
         title="arrivals: median (smallest..largest) of the rounds",
         caption="own/raw: below 1 is better than BatchGenerator",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
     )
-    shown.add_column("", no_wrap=True)
-    for heading in ("raw", "own", "own/raw"):
-        shown.add_column(heading, justify="right")
     for name, spreads in found.items():
         shown.add_row(name, *map(str, spreads.values()))
     return shown

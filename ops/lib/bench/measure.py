@@ -6,14 +6,16 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import RenderableType
+from rich.table import Table
 
 import mlxq
 
@@ -45,6 +47,27 @@ class Report:
 
     def line(self) -> str:
         return msgspec.json.encode(self.data).decode()
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
+    """Of neighbours: one ratio per round."""
+    return Spread.of([a / b for a, b in zip(over, under, strict=True)])
+
+
+def in_turn(sides: Iterable[str], number: int) -> list[str]:
+    """The sides in the order of a round: the other way round in every second."""
+    names = list(sides)
+    return names[::-1] if number % 2 else names
+
+
+def columns(*headings: str, title: str, caption: str | None = None) -> Table:
+    """A table without rows: what they are of, and a number under each heading."""
+    what, *numbers = headings
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(what, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

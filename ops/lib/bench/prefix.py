@@ -10,11 +10,10 @@ import argparse
 import random
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from ops.lib.bench.batches import Ask, OwnSide, Side, Timeline
-from ops.lib.bench.measure import Report, Spread
+from ops.lib.bench.measure import Report, Spread, columns, in_turn, ratio
 from ops.lib.random_model import vocab_of
 
 OWN_IDS = 32  # behind the shared ones, in each prompt
@@ -29,14 +28,13 @@ def measure(model: Path, options: argparse.Namespace) -> Report:
     vocab = vocab_of(model)
     first_ms: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(options.rounds + 1):
-        for name in list(sides) if number % 2 else list(reversed(sides)):
+        for name in in_turn(sides, number + 1):
             shared, ends = asked(options.shared, options.turns, vocab, number)
             taken = [first(sides[name], shared + end) for end in ends]
             if number:  # the first round compiles, and lets a pace be learned
                 first_ms[name].append(sum(taken[1:]) / (len(taken) - 1))
-    ratios = [cold / warm for cold, warm in zip(*first_ms.values(), strict=True)]
     found = {name: Spread.of(values) for name, values in first_ms.items()}
-    found["cold/warm"] = Spread.of(ratios)
+    found["cold/warm"] = ratio(*first_ms.values())
     return Report(table(found, options.shared), {"shared": options.shared, **found})
 
 
@@ -60,13 +58,9 @@ def first(side: Side, prompt: list[int]) -> float:
 
 
 def table(found: dict[str, Spread], shared: int) -> Table:
-    shown = Table(
+    shown = columns(
+        *("", "without ms", "with the cache ms", "times faster"),
         title=f"first id of a prompt that shares {shared} ids with the one before",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
     )
-    shown.add_column("", no_wrap=True)
-    for heading in ("without ms", "with the cache ms", "times faster"):
-        shown.add_column(heading, justify="right")
     shown.add_row("mean of a round's prompts", *map(str, found.values()))
     return shown

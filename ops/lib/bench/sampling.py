@@ -7,19 +7,15 @@ so on a GPU the host's part is hidden as long as the device is busy; the last co
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from mlxq.worker.engine.request import SamplingParams
 from mlxq.worker.engine.sampling import RowSampling, Sampling
-from ops.lib.bench.measure import Report, Spread, machine
+from ops.lib.bench.measure import Report, Spread, columns, machine
 from ops.lib.bench.options import at_least
 
 HELP = "what a draw costs: temperature, cut-offs, penalties, logprobs"
@@ -150,14 +146,10 @@ def timed(
 def report(
     rounds: Sequence[dict[str, Timing]], labels: dict[str, str], about: dict[str, Any]
 ) -> Report:
-    shown = Table(
+    shown = columns(
+        *("", "ms per draw", "above argmax", "host, ms"),
         title=f"{about['rows']} rows of {about['vocab']:,} logits: median (smallest..largest)",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
     )
-    shown.add_column("", no_wrap=True)
-    for heading in ("ms per draw", "above argmax", "host, ms"):
-        shown.add_column(heading, justify="right")
     numbers = {}
     for name, label in labels.items():
         taken = Spread.of([each[name].ms for each in rounds])
@@ -166,16 +158,3 @@ def report(
         numbers[name] = {"ms": taken, "above_argmax_ms": above, "host_ms": host}
         shown.add_row(label, str(taken), str(above), str(host))
     return Report(shown, {"benchmark": "sampling", "rounds": len(rounds), **numbers, **about})
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.lib.bench.sampling", description=__doc__)
-    add_options(parser)
-    found = measure(parser.parse_args())
-    Console(width=None if sys.stdout.isatty() else 120).print(found.table)
-    print(found.line())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

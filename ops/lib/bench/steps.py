@@ -11,12 +11,11 @@ import time
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-from rich import box
 from rich.table import Table
 
 from mlxq.worker.engine.request import SamplingParams
 from ops.lib.bench.batches import GREEDY, Ask, Makers, Side, Timeline, prompts
-from ops.lib.bench.measure import Spread
+from ops.lib.bench.measure import Spread, columns, in_turn, ratio
 
 WARM_STEPS = 5
 
@@ -70,8 +69,7 @@ def run(makers: Makers, plan: Plan) -> Times:
         sides = {name: make(rows) for name, make in makers.items()}
         for number in range(plan.rounds):
             for mix, params in mixes(rows).items():
-                turn = list(sides) if number % 2 == 0 else list(reversed(sides))
-                for name in turn:
+                for name in in_turn(sides, number):
                     taken_ms = step_ms(sides[name], params, plan, seed=number)
                     times.setdefault((rows, mix, name), []).append(taken_ms)
     return times
@@ -93,10 +91,6 @@ def step_ms(side: Side, params: list[SamplingParams], plan: Plan, seed: int) -> 
     return statistics.median(taken_ms)
 
 
-def ratio(over: list[float], under: list[float]) -> Spread:
-    return Spread.of([a / b for a, b in zip(over, under, strict=True)])
-
-
 def data(times: Times) -> dict[str, dict[str, Spread]]:
     """By batch and mix: both sides' times, raw to ours, and ours to our greedy as a speed."""
     found = {}
@@ -112,15 +106,11 @@ def data(times: Times) -> dict[str, dict[str, Spread]]:
 
 
 def table(found: dict[str, dict[str, Spread]]) -> Table:
-    shown = Table(
+    shown = columns(
+        *("batch and mix", "raw ms", "own ms", "raw/own", "own greedy/own"),
         title="a decode step: median (smallest..largest) of the rounds' medians",
         caption="raw/own: how many times faster than BatchGenerator with the same mix",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
     )
-    shown.add_column("batch and mix", no_wrap=True)
-    for heading in ("raw ms", "own ms", "raw/own", "own greedy/own"):
-        shown.add_column(heading, justify="right")
     for name, spreads in found.items():
         shown.add_row(name, *map(str, spreads.values()))
     return shown

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from mlxq.producer import Producer
-from ops.lib.bench.measure import Report, Spread, cpu_s, percentile
+from ops.lib.bench.measure import Report, Spread, columns, cpu_s, percentile, ratio
 from ops.lib.bench.sides import QueueSide, RawSide
 from ops.lib.bench.workload import PROMPTS, Run, Workload
 from ops.lib.stack import Stack
@@ -161,21 +160,16 @@ def compare(rounds: list[Round], value: Callable[[Turn], float]) -> dict[str, Sp
     """One metric on both sides, and their ratio, queue to raw, taken within each round."""
     raw = [value(one.raw) for one in rounds]
     queue = [value(one.queue) for one in rounds]
-    ratios = [over / under for over, under in zip(queue, raw, strict=True)]
-    return {"raw": Spread.of(raw), "queue": Spread.of(queue), "ratio": Spread.of(ratios)}
+    return {"raw": Spread.of(raw), "queue": Spread.of(queue), "ratio": ratio(queue, raw)}
 
 
 def table(data: dict[str, Any], model: str, rounds: int) -> Table:
-    shown = Table(
+    shown = columns(
+        *("", "raw", "through Redis", "ratio"),
         title=f"{model}: {data['jobs']} jobs of {data['tokens']} tokens, batch {data['batch']}\n"
         f"median (smallest..largest) of {rounds} rounds",
         caption=verdict(data["targets_met"]),
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
     )
-    shown.add_column("", no_wrap=True)
-    for heading in ("raw", "through Redis", "ratio"):
-        shown.add_column(heading, justify="right")
     for name, (label, _) in METRICS.items():
         shown.add_row(label, *map(str, data[name].values()))
     shown.add_row("alone: added p50 ms", "", str(data["added_ttft_p50_ms"]), "")
