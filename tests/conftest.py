@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from mlxq.protocol.keys import Keys
+from ops.lib.server import connect
 from tests.server import Server, binary
 
 
@@ -60,6 +59,6 @@ def keys(queue: str) -> Keys:
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[Redis]:
     """A plain connection to the server, without retries and decoding."""
-    connection = Redis.from_url(server.url, retry=Retry(NoBackoff(), 0))
+    connection = connect(server.url)
     yield connection
     await connection.aclose()

@@ -13,8 +13,12 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 
 def binary() -> str | None:
@@ -40,6 +44,15 @@ def free_port() -> int:
         except OSError:
             continue
         return port
+
+
+def connect(url: str, **options: Any) -> AsyncRedis:
+    """A client without retries and timeouts; a task that waits for it may be cancelled.
+
+    redis-py's own timeout uses asyncio.wait_for, which on Python 3.11 may swallow that.
+    """
+    options = {"retry": Retry(NoBackoff(), 0), "socket_timeout": None} | options
+    return AsyncRedis.from_url(url, **options)
 
 
 class Server:

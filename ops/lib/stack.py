@@ -16,12 +16,10 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from mlxq.protocol.keys import Keys
 from ops.lib.bootstrap import ROOT
-from ops.lib.server import Server
+from ops.lib.server import Server, connect
 
 T = TypeVar("T")
 
@@ -201,7 +199,7 @@ class Stack:
         Raises RuntimeError with the end of its log if one ends, or needs longer than that.
         """
         deadline = time.monotonic() + timeout_s
-        async with Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:
+        async with connect(self.url) as client:
             for name in names:
                 worker = self.workers[name]
                 while not await self._serves(client, worker):

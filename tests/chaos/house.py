@@ -10,13 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
 from mlxq.producer import Producer
 from mlxq.protocol.events import Done
 from mlxq.protocol.keys import GROUP, LANES, Keys
+from ops.lib.server import connect
 from tests.chaos.reader import GUARD_S, Reader
 from tests.chaos.worker import SyntheticProcess
 from tests.server import Server
@@ -61,7 +58,7 @@ class House:
     async def __aenter__(self) -> Self:
         if self.server.process is None:
             await asyncio.to_thread(self.server.start)
-        self.client = Redis.from_url(self.server.url, retry=Retry(NoBackoff(), 0))
+        self.client = connect(self.server.url)
         self.use_producer()
         return self
 
@@ -85,7 +82,7 @@ class House:
     async def move_to(self, server: Server) -> None:
         """From now on this is the server that `client` talks to."""
         await self.client.aclose()
-        self.client = Redis.from_url(server.url, retry=Retry(NoBackoff(), 0))
+        self.client = connect(server.url)
 
     def use_producer(self, url: str = "", **settings: Any) -> Producer:
         """Submits go through another producer from now on, with its own way to the server."""

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from ops.lib.server import connect
 from tests.chaos.worker import SyntheticProcess
 from tests.server import Server, binary
 
@@ -44,7 +43,7 @@ def own(server_options: list[str]) -> Iterator[Server]:
 
 @pytest.fixture
 async def own_client(own: Server) -> AsyncIterator[Redis]:
-    connection = Redis.from_url(own.url, retry=Retry(NoBackoff(), 0))
+    connection = connect(own.url)
     yield connection
     await connection.aclose()
 
