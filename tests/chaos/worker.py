@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ops.lib.logs import whole_lines
 from tests.chaos.reader import GUARD_S
 from tests.worker.processes import WorkerProcess
 
@@ -47,8 +48,8 @@ class SyntheticProcess(WorkerProcess):
 
     def log_lines(self) -> Iterator[dict[str, Any]]:
         """What the worker has logged, of all its runs."""
-        for line in self.log.read_text().splitlines():
-            assert line.startswith("{"), f"{self.name} wrote to stderr:\n{self.log.read_text()}"
+        for line in whole_lines(self.log):
+            assert line.startswith(b"{"), f"{self.name} wrote to stderr:\n{self.log.read_text()}"
             yield json.loads(line)
 
     async def logged(self, event: str) -> None:

@@ -23,6 +23,7 @@ from mlxq.protocol.keys import LANES, Keys
 from mlxq.protocol.scripts import Scripts, run, run_all
 from ops.lib.bench.measure import cpu_s
 from ops.lib.bench.workload import Run, Trace, Workload, check
+from ops.lib.logs import whole_lines
 from ops.lib.stack import Stack
 from ops.lib.synthetic import STAMPS
 
@@ -139,8 +140,7 @@ async def starts(
 
 def admissions(log: Path) -> dict[str, float]:
     """When the worker handed its jobs to the engine: seconds of the epoch, by job id."""
-    with log.open("rb") as lines:
-        entries = [msgspec.json.decode(line) for line in lines]
+    entries = map(msgspec.json.decode, whole_lines(log))
     return {
         entry["job"]: datetime.fromisoformat(entry["timestamp"]).timestamp()
         for entry in entries
