@@ -186,7 +186,8 @@ def test_long_rows_go_on_under_a_stream_of_short_ones(loaded: LoadedModel) -> No
         rig.admit(request(str(index), prompt_of(4, index), max_tokens=1))
     while "long" not in rig.ends:
         rig.step()
-    assert rig.steps <= 3 * (160 // 16) + 3
+    # Of each short one between two chunks: its prompt, its decode step, the read of that.
+    assert rig.steps <= 4 * (160 // 16) + 3
     assert rig.ids["long"] == greedy_reference(loaded, prompt_of(160), 1)
 
 
@@ -229,7 +230,7 @@ def test_a_waiting_row_takes_the_slot_of_a_cancelled_one(loaded: LoadedModel) ->
     rig.step_until("first", 5)
     assert "second" not in rig.ids
     rig.cancel("first")
-    rig.step(2)
+    rig.step(3)  # its prompt but for the last id, that and the draw, the read
     assert len(rig.ids["second"]) == 1
 
 
@@ -326,7 +327,7 @@ def trapped(loaded: LoadedModel) -> tuple[LoadedModel, Trap]:
     return replace(loaded, network=cast(Any, trap)), trap
 
 
-@pytest.mark.parametrize("position", [0, 3, 20, 47])
+@pytest.mark.parametrize("position", [0, 3, 20, 46])
 def test_a_prefill_that_raises_costs_no_other_row_a_token(
     loaded: LoadedModel, position: int
 ) -> None:

@@ -21,7 +21,7 @@ from tests.engine.architectures import ARCHITECTURES, MULTIMODAL, WINDOW, config
 from tests.engine.rig import Rig, prompt_of, request
 from tests.engine.tiny import write_network
 
-LENGTHS = [3, 17, 40, 9, 2, 25]
+LENGTHS = [3, 17, 40, 9, 2, 25, 1]
 COUNT = 6
 
 CLOSE = 1e-4
@@ -87,7 +87,7 @@ def test_every_row_is_what_it_is_alone(folder: Path, model_type: str) -> None:
     rig.step(3)
     arrive("40", "17")
     rig.step(4)
-    arrive("9")
+    arrive("9", "1")
     rig.cancel("17")
     rig.step(2)
     arrive("25")

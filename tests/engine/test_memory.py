@@ -411,7 +411,7 @@ def test_quantised_rows_through_the_batch(tiny_wide: Path) -> None:
     loaded = load_model(str(tiny_wide))
     requests = [
         request(f"{index}", prompt_of(length, index), max_tokens=12)
-        for index, length in enumerate((5, 70, 33, 150))
+        for index, length in enumerate((5, 70, 33, 150, 1))
     ]
     options = CacheOptions(kv_bits=8)
     alone: dict[str, list[int]] = {}

@@ -169,7 +169,7 @@ def test_the_prompts_of_a_higher_priority_are_read_first(loaded: LoadedModel) ->
     rig.admit(request("low", prompt_of(160), priority=LOW))
     rig.step(2)
     rig.admit(request("high", prompt_of(160, 1), priority=HIGH))
-    rig.step(160 // 16 + 1)
+    rig.step(160 // 16 + 2)
     assert len(rig.ids["high"]) == 1 and "low" not in rig.ids
 
 

@@ -84,8 +84,7 @@ class MlxBatch:
         self._cancelled: list[Row] = []
         self._outbox: list[Output] = []
         self._clear_rhythm = ClearRhythm(cache_limit_bytes)
-        self._launched = False
-        self._read_at = 0.0
+        self._read_at: float | None = None  # of the last call, if it read a step
 
     @property
     def busy(self) -> bool:
@@ -124,10 +123,11 @@ class MlxBatch:
         launched = self._decoding.launch()
         if outputs := self._decoding.read():
             self._put_out(outputs, chunk)
-        elif chunk is not None and not launched:
-            mx.eval(chunk.results)
-            self._pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
-        self._launched = launched
+        else:
+            self._read_at = None
+            if chunk is not None and chunk.ids and not launched:
+                mx.eval(chunk.results)
+                self._pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
         if chunk is not None and chunk.ready is not None:
             self._join(chunk.ready)
         put_out, self._outbox = self._outbox, []
@@ -171,8 +171,8 @@ class MlxBatch:
     def _put_out(self, outputs: list[tuple[Row, Output]], chunk: Chunk | None = None) -> None:
         """The ids of a step that was waited for; rows that end with them leave."""
         now = time.perf_counter()
-        if self._launched and outputs:
-            self._pace.step(now - self._read_at, chunk and chunk.ids)
+        if self._read_at is not None:
+            self._pace.step(now - self._read_at, (chunk and chunk.ids) or None)
         self._read_at = now
         self._outbox += [output for _, output in outputs]
         self._leave([row for row, output in outputs if output.finish])
@@ -194,7 +194,7 @@ class MlxBatch:
             each = range(len(ready.rows))
             found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
             for row, cache in zip(ready.rows, found, strict=True):
-                self._keep_prefix(row, cache, row.length)
+                self._keep_prefix(row, cache, row.length - 1)
         self._decoding.join(ready)
 
     # Slots and memory

@@ -21,9 +21,14 @@ LEFT_SHARE = 16
 
 
 class _Ids(NamedTuple):
-    """One drawn id of every row, (rows,), and what was reported of them by the rows of then."""
+    """The newest id of every row, (rows,), which no step has read.
+
+    known    rows of which the host has it: it ends their prompt, or was put out already
+    reports  what was reported of the others, by the rows of then
+    """
 
     ids: mx.array
+    known: frozenset[Row]
     reports: list[tuple[list[Row], LazyLogprobs]]
 
 
@@ -54,24 +59,31 @@ class DecodeBatch:
         self._merged = False
         self._sampling: Sampling | None = None
         self._newest: _Ids | None = None
-        self._newest_read = False
         self._due: _Ids | None = None
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether a row's first step is to come with nothing read before it.
+
+        It must be alone in that: some recurrent layers treat the first id of all in another way.
+        """
+        return any(row.length == 1 and row in self._known for row in self.rows)
 
     @property
     def kv_bytes(self) -> int:
         return caches.kv_bytes(self._cache)
 
     def join(self, ready: Ready) -> None:
-        """Takes in rows whose next ids are drawn, between a read and the next launch."""
-        cache, merged = ready.cache, ready.merged
+        """Takes in rows that have read all but their last id, between a read and a launch."""
+        rows, cache, merged = ready
         if self._kv_bits is not None:
             cache = quantised(cache, self._kv_bits)
-        reports = [] if ready.drawn.logprobs is None else [(ready.rows, ready.drawn.logprobs)]
-        newest = _Ids(ready.drawn.ids, reports)
-        self._take_in(ready.rows, cache, merged, ready.sampling, newest)
+        sampling = Sampling.of([row.sampling for row in rows], self._network.vocab_size)
+        last = mx.array([row.ids[-1] for row in rows], mx.int32)
+        self._take_in(rows, cache, merged, sampling, _Ids(last, frozenset(rows), []))
 
     def absorb(self, other: DecodeBatch) -> None:
-        """Takes in the rows of another batch, which is empty then. Both have an unread step."""
+        """Takes in the rows of another batch, which is empty then; between a read and a launch."""
         other._tidy()
         if other._sampling is not None and other._newest is not None:
             rows, cache, merged = other.rows, other._cache, other._merged
@@ -82,14 +94,15 @@ class DecodeBatch:
         """Sets a step going for all rows. False if none is needed: the unread ids end them all."""
         if self._sampling is None or self._newest is None:
             return False
-        self._due = None if self._newest_read else self._newest
-        if self._due is not None and all(row.left <= 1 for row in self.rows):
-            self._newest_read = True
+        newest = self._newest
+        self._due = None if newest.known.issuperset(self.rows) else newest
+        if all(row.left <= 1 and row not in newest.known for row in self.rows):
+            self._newest = newest._replace(known=frozenset(self.rows))
             return False
-        logits = self._network(self._newest.ids[:, None], cache=self._cache)[:, -1]
+        logits = self._network(newest.ids[:, None], cache=self._cache)[:, -1]
         drawn = self._sampling.draw(logits)
         reports = [] if drawn.logprobs is None else [(self._places, drawn.logprobs)]
-        self._newest, self._newest_read = _Ids(drawn.ids, reports), False
+        self._newest = _Ids(drawn.ids, frozenset(), reports)
         mx.async_eval(  # type: ignore[no-untyped-call]
             drawn.ids, drawn.logprobs.arrays if drawn.logprobs else []
         )
@@ -102,10 +115,11 @@ class DecodeBatch:
 
     def drain(self) -> list[tuple[Row, Output]]:
         """Waits for the step in flight, so that all rows stand where their outputs do."""
-        if self._newest is None or self._newest_read:
+        newest = self._newest
+        if newest is None or newest.known.issuperset(self.rows):
             return []
-        self._newest_read = True
-        return self._outputs(self._newest)
+        self._newest = newest._replace(known=frozenset(self.rows))
+        return self._outputs(newest)
 
     def step(self) -> list[Output]:
         """A launch, a read, and the rows that have ended leave."""
@@ -130,9 +144,15 @@ class DecodeBatch:
         else:
             found = [self._cache for _ in rows]
             mx.eval(caches.arrays(self._cache))
-        # The last id is read by the step in flight, if there is one.
-        behind = 1 if self._newest_read else 0
-        return [(cache, row.length - behind) for cache, row in zip(found, rows, strict=True)]
+        # The last id that the host knows of is read by the step in flight, if there is one.
+        return [
+            (cache, row.length - (row in self._known))
+            for cache, row in zip(found, rows, strict=True)
+        ]
+
+    @property
+    def _known(self) -> frozenset[Row]:
+        return frozenset() if self._newest is None else self._newest.known
 
     def _tidy(self) -> None:
         """Takes the rows that left out of the arrays."""
@@ -144,7 +164,7 @@ class DecodeBatch:
         caches.keep(self._cache, stay)
         self._sampling.filter(stay)
         ids = self._newest.ids[mx.array(stay, mx.int32)]
-        self._newest = _Ids(ids, self._newest.reports)
+        self._newest = self._newest._replace(ids=ids)
 
     def _take_in(
         self, rows: list[Row], cache: Cache, merged: bool, sampling: Sampling, newest: _Ids
@@ -157,9 +177,11 @@ class DecodeBatch:
                 self._cache, self._merged = caches.merge([self._cache]), True
             caches.extend(self._cache, cache if merged else caches.merge([cache]))
             self._sampling.extend(sampling)
-            ids = mx.concatenate([self._newest.ids, newest.ids])
-            self._newest = _Ids(ids, self._newest.reports + newest.reports)
-        self._newest_read = False
+            self._newest = _Ids(
+                mx.concatenate([self._newest.ids, newest.ids]),
+                self._newest.known | newest.known,
+                self._newest.reports + newest.reports,
+            )
         self.rows, self._places = self.rows + rows, self._places + rows
 
     def _outputs(self, drawn: _Ids) -> list[tuple[Row, Output]]:
@@ -167,10 +189,10 @@ class DecodeBatch:
         for rows, lazy in drawn.reports:
             logprobs.update((rows[index], value) for index, value in lazy.read().items())
         ids = cast(list[int], drawn.ids.tolist())
-        gone = set(self._places).difference(self.rows)
+        passed_over = set(self._places).difference(self.rows) | drawn.known
         outputs = []
         for row, id in zip(self._places, ids, strict=True):
-            if row in gone:
+            if row in passed_over:
                 continue
             finish = row.take(id)
             new = [] if finish == "stop" else [id]

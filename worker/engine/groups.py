@@ -57,14 +57,14 @@ class DecodeGroups:
         return parts
 
     def join(self, ready: Ready) -> None:
-        """Takes in rows whose next ids are drawn, between a read and the next launch."""
+        """Takes in rows that have read all but their last id, between a read and a launch."""
         joined = DecodeBatch(self._network, self._options)
         joined.join(ready)
         self._batches.append(joined)
-        self._unite()
 
     def launch(self) -> bool:
         """Sets a step going for all rows; False if there is none to set going."""
+        self._unite()
         return any([batch.launch() for batch in self._batches])
 
     def read(self) -> list[tuple[Row, Output]]:
@@ -95,9 +95,10 @@ class DecodeGroups:
     def _unite(self) -> None:
         """Batches whose rows may share one do, those that add the least padding first."""
         while len(self._batches) > 1:
+            able = [_with_lengths(batch) for batch in self._batches if not batch.holds_nothing]
             pairs = [
                 (_padding(a + b) - _padding(a) - _padding(b), into, other)
-                for (into, a), (other, b) in combinations(map(_with_lengths, self._batches), 2)
+                for (into, a), (other, b) in combinations(able, 2)
                 if self._may_have(_padding(a + b))
             ]
             if not pairs:

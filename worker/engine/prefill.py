@@ -11,11 +11,10 @@ from mlxq.worker.engine import caches
 from mlxq.worker.engine.caches import Cache
 from mlxq.worker.engine.row import Row
 from mlxq.worker.engine.row_cache import CacheOptions, make_row_cache
-from mlxq.worker.engine.sampling import Drawn, Sampling
 
 
 class Ready(NamedTuple):
-    """Rows that have read all of their ids, and drawn the next.
+    """Rows that have read all of their ids but the last: the first decode step reads that.
 
     merged  whether `cache` is that of a batch; if not, it is the own one of the single row
     """
@@ -23,14 +22,12 @@ class Ready(NamedTuple):
     rows: list[Row]
     cache: Cache
     merged: bool
-    sampling: Sampling
-    drawn: Drawn
 
 
 class Chunk(NamedTuple):
     """What one call has set going; nothing waits for it yet.
 
-    ids      that it reads, padding included
+    ids      that it reads, padding included; 0 if there was nothing left to read
     results  what it computes; not to be held on to, or their buffers cannot be used again
     ready    the rows, if these were their last ids
     """
@@ -42,6 +39,9 @@ class Chunk(NamedTuple):
 
 class Prefill:
     """One row, or a few side by side, that read what they do not hold yet. Engine thread only.
+
+    The last id of a row is left to a decode step, which draws its first: a prefill has no use for
+    logits, and to read an id alone would cost another pass over the weights.
 
     Their cache is their own until they are ready, so what raises in here harms no other row.
     A row comes with the cache that it was parked with, or that a prefix left it, and goes on
@@ -70,13 +70,14 @@ class Prefill:
     @property
     def goes_alone(self) -> bool:
         """Whether it cannot be read beside others."""
-        return self.begun or self.rows[0].alone or bool(self.rows[0].stops)
+        row = self.rows[0]
+        return self.begun or row.alone or bool(row.stops) or row.length == 1
 
     @property
     def left(self) -> int:
-        """Ids that the longest row has still to read."""
+        """Ids that the longest row has still to read here."""
         if self._cache is None:
-            return max(row.length - row.held for row in self.rows)
+            return max(row.length - row.held for row in self.rows) - 1
         return max(map(len, self._rest))
 
     @property
@@ -90,26 +91,21 @@ class Prefill:
         return self._cache or []
 
     def read(self, ids: int) -> Chunk:
-        """Sets a chunk going that reads at most so many ids of each row, at least one.
+        """Sets a chunk going that reads at most so many ids of each row.
 
-        Only its last position needs logits. MLX computes what is asked for: a chunk evaluates the
-        cache alone, and the last id of all is read on its own.
+        MLX computes what is asked for: of a chunk that is the cache, and no logits.
         """
         cache = self._begin() if self._cache is None else self._cache
-        last = self.left <= ids
-        count = self.left - 1 if last else ids
-        parts = [rest[: len(rest) - 1] if last else rest[:count] for rest in self._rest]
-        if any(parts):
+        count = min(ids, self.left)
+        parts = [rest[:count] for rest in self._rest]
+        if count:
             self._forward(parts, cache)
-        self._rest = [rest[len(part) :] for rest, part in zip(self._rest, parts, strict=True)]
-        self._held += count + last
-        ready = self._draw(cache) if last else None
+        self._rest = [rest[count:] for rest in self._rest]
+        self._held += count
         results = caches.arrays(cache)
-        if ready is not None:
-            results.append(ready.drawn.ids)
-            results += ready.drawn.logprobs.arrays if ready.drawn.logprobs else []
         mx.async_eval(results)  # type: ignore[no-untyped-call]
-        return Chunk((count + last) * len(self.rows), results, ready)
+        ready = None if self.left else Ready(self.rows, cache, len(self.rows) > 1)
+        return Chunk(count * len(self.rows), results, ready)
 
     def give_back(self) -> None:
         """A single row takes what has been read along, to go on from there another time."""
@@ -119,7 +115,7 @@ class Prefill:
             row.cache, row.held = self._cache, self._held
 
     def _begin(self) -> Cache:
-        self._rest = [row.ids[row.held :] for row in self.rows]
+        self._rest = [row.ids[row.held : -1] for row in self.rows]
         self._held = self.rows[0].held
         own = [row.cache or make_row_cache(self._network, self._options) for row in self.rows]
         for row in self.rows:
@@ -143,9 +139,3 @@ class Prefill:
         self._network(mx.array(padded, mx.int32), cache=cache)
         for entry in cache:
             entry.finalize()
-
-    def _draw(self, cache: Cache) -> Ready:
-        logits = self._network(mx.array(self._rest, mx.int32), cache=cache)[:, -1]
-        sampling = Sampling.of([row.sampling for row in self.rows], self._network.vocab_size)
-        drawn = sampling.draw(logits)
-        return Ready(self.rows, cache, len(self.rows) > 1, sampling, drawn)

@@ -62,7 +62,20 @@ def make_row_cache(network: Any, options: CacheOptions) -> Cache:
 
 
 class QuantisedRow(vlm_cache.QuantizedKVCache):  # type: ignore[misc]  # the library has no types
-    """A quantised layer of one row, for models of both libraries; can become one of a batch."""
+    """A quantised layer of one row, for models of both libraries; can become one of a batch.
+
+    group_size  None while it is empty: the first keys and values tell it
+    """
+
+    group_size: int | None
+
+    @property
+    def state(self) -> Any:
+        return (self.keys, self.values) if self.keys is None else super().state
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.group_size = self.group_size or _group_size(keys, values)
+        return super().update_and_fetch(keys, values)
 
     @classmethod
     def merge(cls, rows: Sequence[QuantisedRow]) -> QuantisedBatch:
@@ -116,12 +129,9 @@ def quantised(cache: Cache, bits: int) -> Cache:
 
 
 def _quantised_layer(layer: Any, bits: int) -> QuantisedRow:
-    widths = (layer.keys.shape[-1], layer.values.shape[-1])
-    group_size = next(
-        (size for size in _GROUP_SIZES if all(width % size == 0 for width in widths)), None
-    )
-    if group_size is None:
-        raise ValueError(f"heads of {widths} numbers are not in groups of 32")
+    if layer.keys is None:
+        return QuantisedRow(None, bits)
+    group_size = _group_size(layer.keys, layer.values)
     row = QuantisedRow(group_size, bits)
     row.offset = layer.offset
     row.keys, row.values = (
@@ -129,6 +139,14 @@ def _quantised_layer(layer: Any, bits: int) -> QuantisedRow:
         for array in (layer.keys, layer.values)
     )
     return row
+
+
+def _group_size(keys: mx.array, values: mx.array) -> int:
+    widths = (keys.shape[-1], values.shape[-1])
+    for size in _GROUP_SIZES:
+        if all(width % size == 0 for width in widths):
+            return size
+    raise ValueError(f"heads of {widths} numbers are not in groups of 32")
 
 
 def check_quantised(network: Any, options: CacheOptions) -> None:
