@@ -38,6 +38,9 @@ SLIDING = ["gemma3_text", "gemma4_text", "gpt_oss", "ministral3", "recurrent_gem
 ONE_LIBRARY = {"gemma3n", "gptj", "internlm2", "llama4", "olmo_hybrid", "glm4v", "idefics3"}
 """One of the libraries has it not, or reads it only with a tower that these tests leave out."""
 
+MULTI_AXIS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+"""These keep the positions of the row they read last on themselves."""
+
 BOTH = sorted({*ARCHITECTURES, *MULTIMODAL} - ONE_LIBRARY)
 
 Row = tuple[list[int], list[float]]
@@ -94,6 +97,16 @@ def test_every_row_is_what_it_is_alone(folder: Path, model_type: str) -> None:
     rig.finish()
     del prompts["17"]
     assert_equal(rig, loaded.network, prompts)
+
+
+@pytest.mark.parametrize("model_type", MULTI_AXIS)
+def test_positions_that_another_row_left_on_the_model(folder: Path, model_type: str) -> None:
+    """Multimodal alignment, what concerns rows of text: an image moves all positions behind it."""
+    network = load_model(str(folder)).network
+    expected = alone(network, prompt_of(20), COUNT)
+    network.model._rope_deltas = mx.array([[7]])
+    network.model._position_ids = mx.zeros((3, 1, 40), mx.int32)
+    assert alone(network, prompt_of(20), COUNT) == expected
 
 
 @pytest.mark.parametrize("model_type", SLIDING)

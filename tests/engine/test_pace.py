@@ -65,7 +65,7 @@ def read_beside(
     chunks, waiting, context, before_s, steps = Chunks(), list(lengths), 0, 0.0, 0
     while waiting:
         chunk, seconds = None, 0.0
-        if not pace.resting:
+        if not pace.resting(decoding=ROWS):
             left, size = waiting[0] - context, pace.size(decoding=ROWS)
             together = size // left if context == 0 else 0
             if together > 1:
@@ -80,10 +80,10 @@ def read_beside(
                     context = 0
                     waiting.pop(0)
             chunks.append((chunk, seconds))
-        pace.step(device.step_s + (before_s if ahead else seconds), chunk)
+        pace.step(device.step_s + (before_s if ahead else seconds), chunk, decoding=ROWS)
         before_s = seconds
         steps += 1
-    pace.step(device.step_s + (before_s if ahead else 0.0), None)
+    pace.step(device.step_s + (before_s if ahead else 0.0), None, decoding=ROWS)
     return chunks, steps
 
 
@@ -138,7 +138,7 @@ def test_rows_that_joined_since_do_not_make_chunks_longer() -> None:
     """The first of some long prompts has joined, and the steps of all rows take longer for it."""
     pace = Pace(2048)
     for _ in range(5):
-        pace.step(GPU.step_s, None)
+        pace.step(GPU.step_s, None, decoding=ROWS)
     read_beside(pace, GPU, [16_384])
     slower = replace(GPU, step_s=1.6 * GPU.step_s)
     chunks, steps = read_beside(pace, slower, [16_384])
@@ -209,6 +209,23 @@ def test_no_chunk_exceeds_the_limit() -> None:
 
 def test_the_first_step_beside_new_rows_shows_what_a_step_takes() -> None:
     pace = Pace(2048)
-    assert pace.resting
-    pace.step(GPU.step_s, None)
-    assert not pace.resting
+    assert pace.resting(decoding=ROWS)
+    pace.step(GPU.step_s, None, decoding=ROWS)
+    assert not pace.resting(decoding=ROWS)
+
+
+def test_steps_of_many_rows_say_nothing_of_few() -> None:
+    """Most rows have left: what a step took is taken off, and chunks would seem to be free."""
+    pace, few = Pace(2048), 4
+    read_alone(pace, LAPTOP, 10_000)
+    for _ in range(5):
+        pace.step(6 * LAPTOP.step_s, None, decoding=ROWS)
+    assert not pace.resting(decoding=ROWS // 2) and pace.resting(decoding=few)
+    sizes, before_s = [], 0.0
+    for _ in range(30):
+        chunk = None if pace.resting(decoding=few) else pace.size(decoding=few, reading=0)
+        pace.step(LAPTOP.step_s + before_s, chunk, decoding=few)
+        before_s = LAPTOP.read_s(chunk, 0) if chunk else 0.0
+        sizes += [chunk] if chunk else []
+    assert len(sizes) > 20
+    assert max(LAPTOP.read_s(size, 0) for size in sizes) < 1.6 * SHARE * LAPTOP.step_s

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_vlm import apc
 
-from mlxq.worker.engine import caches, prefix_cache, prefix_store
+from mlxq.worker.engine import caches, prefix_cache, prefix_folder, prefix_store
 from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.network import Network
 from mlxq.worker.engine.prefix_cache import Hit, PrefixCache
@@ -517,7 +517,7 @@ def test_what_cannot_be_written_is_not(
     prefixes = of(plain, memory_bytes=0, disk=tmp_path, disk_bytes=1 << 24)
     prompt = prompt_of(100)
     if fault == "full":
-        monkeypatch.setattr(prefix_store, "FREE_BYTES", 1 << 60)
+        monkeypatch.setattr(prefix_folder, "FREE_BYTES", 1 << 60)
     elif fault == "queue":
         assert prefixes._disk is not None
         # Another file waits already.

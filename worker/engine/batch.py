@@ -125,6 +125,7 @@ class MlxBatch:
             self._put_out(outputs, chunk)
         else:
             self._read_at = None
+            self._pace.interrupted()
             if chunk is not None and chunk.ids and not launched:
                 mx.eval(chunk.results)
                 self._pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
@@ -172,7 +173,8 @@ class MlxBatch:
         """The ids of a step that was waited for; rows that end with them leave."""
         now = time.perf_counter()
         if self._read_at is not None:
-            self._pace.step(now - self._read_at, (chunk and chunk.ids) or None)
+            ids = chunk.ids if chunk is not None else 0
+            self._pace.step(now - self._read_at, ids or None, decoding=len(outputs))
         self._read_at = now
         self._outbox += [output for _, output in outputs]
         self._leave([row for row, output in outputs if output.finish])
@@ -270,7 +272,7 @@ class MlxBatch:
         """Sets the next chunk going."""
         decoding = len(self._decoding.rows)
         turn = None
-        if not (decoding and self._pace.resting):
+        if not (decoding and self._pace.resting(decoding=decoding)):
             turn = self._prefilling.next(decoding=decoding)
         if turn is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from statistics import median
 
 FIRST_IDS = 64
@@ -48,6 +49,19 @@ TAIL = 1.25
 """A prompt of up to so many chunks is read in one: a small rest would cost a whole forward pass."""
 
 
+@dataclass(slots=True)
+class _Run:
+    """Decode steps in a row that chunks were set going in.
+
+    carried  ids of a chunk before them that was done in part in their time
+    """
+
+    carried: float = 0.0
+    chunks: list[int] = field(default_factory=list)
+    steps: int = 0
+    seconds: float = 0.0
+
+
 class Pace:
     """Steers the size of chunks by the time the last ones took. Engine thread only.
 
@@ -69,15 +83,13 @@ class Pace:
         self._id_s: float | None = None  # of a chunk beside decode steps
         self._alone_id_s: float | None = None  # of the last chunk alone
         self._steps_s: deque[float] = deque(maxlen=3)
+        self._steps_rows = 0  # of the last of these
         self._calm_s: float | None = None
         self._calm_steps = 0
         self._since_calm = 0
         self._busy_steps = 0
         self._before: int | None = None
-        self._run: list[int] = []
-        self._run_s = 0.0
-        self._run_steps = 0
-        self._carried = 0.0
+        self._run = _Run()
 
     def size(self, *, decoding: int, reading: int = 1) -> int:
         """Ids of the next chunk, while so many rows decode and so many read their prompts.
@@ -93,8 +105,13 @@ class Pace:
         budget_s = max(self._budget_s, min(IDLE_S, self._budget_s * crowd))
         return int(self._within(budget_s / id_s))
 
-    def ids(self, left: int, *, decoding: int) -> int:
-        """The same for a prompt with so many ids left, whoever else waits."""
+    def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
+        """The same for a single prompt with so many ids left: all, if they are few.
+
+        A long prompt holds up others chunk after chunk: it gets no more for being one of many.
+        """
+        if left <= self.size(decoding=decoding, reading=reading):
+            return left
         size = self.size(decoding=decoding)
         return min(left, self._most_ids) if left <= TAIL * size else _round(size)
 
@@ -103,7 +120,7 @@ class Pace:
         self._alone_id_s = seconds / ids
         self._idle_ids = self._steered(self._idle_ids, ids, seconds, IDLE_S)
 
-    def step(self, seconds: float, chunk: int | None) -> None:
+    def step(self, seconds: float, chunk: int | None, *, decoding: int) -> None:
         """So long after the last, a decode step was read; a chunk of so many ids was set going.
 
         Work that is set going in a step is done in it or in the next: of a chunk at the edge of a
@@ -111,7 +128,10 @@ class Pace:
         """
         before, self._before = self._before, chunk
         if chunk is None and before is None:
+            if self._outgrown(decoding):
+                self._steps_s.clear()
             self._steps_s.append(seconds)
+            self._steps_rows = decoding
             self._busy_steps = 0
             self._calm_steps += 1
             if self._calm_steps >= CALM_STEPS or self._since_calm >= FORGET_STEPS:
@@ -121,34 +141,48 @@ class Pace:
         self._calm_steps = 0
         self._since_calm += 1
         self._busy_steps += 1
-        self._run_s += seconds
-        self._run_steps += 1
+        run = self._run
+        run.seconds += seconds
+        run.steps += 1
         if chunk is not None:
-            self._run.append(chunk)
-            if len(self._run) < RUN_CHUNKS:
+            run.chunks.append(chunk)
+            if len(run.chunks) < RUN_CHUNKS:
                 return
         over = 0.0 if chunk is None else chunk / 2
-        ids = sum(self._run) + self._carried - over
-        if self._run and self._steps_s:
-            alone_s = self._run_steps * median(self._steps_s)
-            chunks_s = max(self._run_s - alone_s, 0.05 * self._run_s)
-            size = sum(self._run) / len(self._run)
-            each_s = chunks_s * size / ids
-            allowed = self.size(decoding=1, reading=0)
-            steered = self._steered(allowed, size, each_s, self._budget_s)
-            self._id_s = self._budget_s / steered
-        self._run, self._run_s, self._run_steps, self._carried = [], 0.0, 0, over
+        if run.chunks and self._steps_s:
+            self._learn(run, over)
+        self._run = _Run(carried=over)
 
-    @property
-    def resting(self) -> bool:
-        """Whether the next step beside decoding rows should have no chunk."""
-        return not self._steps_s or self._busy_steps >= REST_STEPS
+    def interrupted(self) -> None:
+        """The next step does not follow on the last: what is half measured does not count."""
+        self._before, self._run = None, _Run()
+
+    def resting(self, *, decoding: int) -> bool:
+        """Whether the next step, beside so many decoding rows, should have no chunk."""
+        unknown = not self._steps_s or self._outgrown(decoding)
+        return unknown or self._busy_steps >= REST_STEPS
+
+    def _outgrown(self, decoding: int) -> bool:
+        """Whether far fewer rows decode than did when steps were measured.
+
+        Chunks would seem to take no time: what such steps take is taken off.
+        """
+        return 2 * decoding < self._steps_rows
 
     @property
     def _budget_s(self) -> float:
         now_s = median(self._steps_s)
         calm_s = min(self._calm_s or now_s, now_s)
         return max((1.0 + SHARE) * calm_s - now_s, LEAST_SHARE * now_s)
+
+    def _learn(self, run: _Run, over: float) -> None:
+        """over: ids of the run's chunks that are read after it."""
+        alone_s = run.steps * median(self._steps_s)
+        chunks_s = max(run.seconds - alone_s, 0.05 * run.seconds)
+        size = sum(run.chunks) / len(run.chunks)
+        each_s = chunks_s * size / (sum(run.chunks) + run.carried - over)
+        allowed = self.size(decoding=1, reading=0)
+        self._id_s = self._budget_s / self._steered(allowed, size, each_s, self._budget_s)
 
     def _steered(self, size: float, read: float, seconds: float, budget_s: float) -> float:
         """The next size, after a chunk of `read` ids took so long.

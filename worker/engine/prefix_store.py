@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
-import os
-import shutil
 import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +17,7 @@ from mlx_vlm import apc
 
 from mlxq.worker.engine import prefix_file
 from mlxq.worker.engine.prefix_file import PrefixFile
+from mlxq.worker.engine.prefix_folder import TICK_S, PrefixFolder, delete
 
 QUEUE_BYTES = 512 << 20
 """Most that may wait to be written, but for a single file; what is beyond it is not written."""
@@ -28,11 +25,6 @@ QUEUE_BYTES = 512 << 20
 FILE_BYTES = 64 << 20
 """About the size of a file of blocks. What is read of a file is read whole."""
 
-FREE_BYTES = 1 << 30
-"""What is left free on the disk for others."""
-
-_LOW_WATER = 0.9
-_TICK_S = 0.001
 _NOWHERE: tuple[Path | None, int] = (None, 0)
 
 _log = structlog.get_logger()
@@ -70,9 +62,9 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
     """
 
     def __init__(self, root: Path, namespace: str, max_bytes: int) -> None:
-        self._root = root
         self._namespace = namespace
         self._checkpoints: dict[int, _Checkpoint] = {}
+        self._folder = PrefixFolder(root, self.SUFFIX, max_bytes, self._evicted)
         folder = root / apc._safe_namespace(namespace)
         folder.mkdir(parents=True, exist_ok=True)
         # Two writers would delete each other's unfinished files.
@@ -105,14 +97,19 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
     def _rebuild_index(self) -> int:
         """Reads the headers of all files in the folder, and deletes those that are not ours."""
         for path in self.dir.glob("*.part"):
-            _delete(path)
+            delete(path)
         for path in self.dir.glob(f"*{self.SUFFIX}"):
             try:
                 self._add(path, prefix_file.describe(path, self._namespace))
             except prefix_file.BAD as error:
                 _log.warning("prefix_file_dropped", path=str(path), reason=str(error))
-                _delete(path)
-        return sum(size for _, size, _ in self._all_files())
+                delete(path)
+        self._folder.recount()
+        return self._folder.held_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._folder.held_bytes
 
     def _add(self, path: Path, metadata: dict[str, str]) -> None:
         with self._index_lock:
@@ -132,15 +129,6 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
             for key in gone:
                 del self._checkpoints[key]
 
-    def _all_files(self) -> list[tuple[float, int, Path]]:
-        """When it was last used, its size and its path, for each file of any namespace."""
-        found = []
-        for path in self._root.glob(f"*/*{self.SUFFIX}"):
-            with suppress(OSError):
-                stat = path.stat()
-                found.append((stat.st_mtime, stat.st_size, path))
-        return found
-
     def touch(self, hashes: Iterable[int]) -> None:
         """Blocks that follow each other, or a checkpoint, were used: the first is evicted last."""
         with self._index_lock:
@@ -148,9 +136,7 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
                 self._exact_index.get(key) or self._index.get(key, _NOWHERE)[0] for key in hashes
             ]
         paths = list(dict.fromkeys(path for path in found if path))
-        now_s = time.time()
-        for before, path in enumerate(reversed(paths), start=1):
-            _mark(path, now_s + before * _TICK_S)
+        self._folder.used(paths, time.time())
 
     # Reading: engine thread
 
@@ -202,7 +188,7 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
             reason = str(error)
         _log.warning("prefix_file_damaged", path=str(path), reason=reason)
         self._drop_index_for_path(path)
-        _delete(path)
+        delete(path)
         return False
 
     # Ordering what is to be written: engine thread
@@ -272,7 +258,7 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
             for at, block in enumerate(run):
                 described = {"extra_hash": int(block.extra_hash), "token_ids": block.token_ids}
                 metadata[f"b{at}_meta"] = json.dumps(described)
-            used_at_s = time.time() - behind * _TICK_S
+            used_at_s = time.time() - behind * TICK_S
             if not self._order(
                 self._shard_id_for(hashes), hashes, arrays, metadata, None, used_at_s
             ):
@@ -309,7 +295,7 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
     def _write_payload(self, shard_id: str, block_hashes: Sequence[int], payload: _Order) -> bool:
         path = self._shard_path(shard_id)
         try:
-            self._write(path, payload.file, payload.used_at_s)
+            self._folder.write(path, payload.file, payload.used_at_s)
         except Exception as error:
             _log.warning("prefix_file_not_written", path=str(path), error=str(error))
             self._notify_write_callback(self._write_failure_callback, len(block_hashes))
@@ -323,50 +309,13 @@ class PrefixStore(apc.DiskBlockStore):  # type: ignore[misc]  # the library has 
         self._notify_write_callback(self._write_success_callback, len(block_hashes))
         return True
 
-    def _write(self, path: Path, file: PrefixFile, used_at_s: float) -> None:
-        """Raises OSError; leaves no half a file behind."""
-        self.dir.mkdir(parents=True, exist_ok=True)
-        self._make_room(file.size)
-        part = path.with_suffix(".part")
-        try:
-            file.write(part)
-            _mark(part, used_at_s)
-            replaced = path.stat().st_size if path.is_file() else 0
-            part.replace(path)
-        finally:
-            _delete(part)
-        self._disk_bytes: int = self._disk_bytes + file.size - replaced
-
-    def _make_room(self, size: int) -> None:
-        """Evicts until `size` bytes more are within the bound. Raises OSError if they cannot be."""
-        if size > self.max_bytes or shutil.disk_usage(self.dir).free - size < FREE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self._disk_bytes + size <= self.max_bytes:
-            return
-        files = sorted(self._all_files())
-        total = sum(file_bytes for _, file_bytes, _ in files)
-        for _, file_bytes, path in files:
-            if total == 0 or total + size <= self.max_bytes * _LOW_WATER:
-                break
-            _delete(path)
-            self._drop_index_for_path(path)
-            self.evictions += 1
-            total -= file_bytes
-        self._disk_bytes = total
+    def _evicted(self, path: Path) -> None:
+        self._drop_index_for_path(path)
+        self.evictions += 1
 
     def _maybe_evict(self) -> int:
         """Nothing: room is made before a file is written."""
         return 0
-
-
-def _mark(path: Path, used_at_s: float) -> None:
-    with suppress(OSError):
-        os.utime(path, (used_at_s, used_at_s))
-
-
-def _delete(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
 
 
 def _packed(ids: Sequence[int]) -> bytes:

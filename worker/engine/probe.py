@@ -54,6 +54,6 @@ def learn_pace(pace: Pace, network: Any, options: CacheOptions, context_length: 
         if chunks >= LEARN_CHUNKS and time.perf_counter() - begun_at > LEARN_S:
             break
         started_at, chunks = time.perf_counter(), chunks + 1
-        chunk = prefill.read(pace.ids(prefill.left, decoding=False))
+        chunk = prefill.read(pace.ids(prefill.left, decoding=0))
         mx.eval(chunk.results)
         pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)

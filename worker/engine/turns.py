@@ -67,9 +67,7 @@ class Turns:
         self._prefills = [each for each in self._prefills if each not in chosen]
         if len(chosen) > 1:
             return self._new([each.rows[0] for each in chosen]), size // len(chosen)
-        # A long prompt holds up others chunk after chunk: it gets no more for being one of many.
-        short = first.left <= size
-        ids = first.left if short else self._pace.ids(first.left, decoding=decoding)
+        ids = self._pace.ids(first.left, decoding=decoding, reading=reading)
         stop = next((length for length in first.rows[0].stops if length > first.held), None)
         return first, ids if stop is None else min(ids, stop - first.held)
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 
 from mlxq.producer import Producer
 from ops.lib.bench import load, plain
 from ops.lib.bench.control_report import Numbers, report
 from ops.lib.bench.load import Cpu
-from ops.lib.bench.measure import Report, machine, percentile, short
+from ops.lib.bench.measure import Report, machine, percentile, short, tell
 from ops.lib.bench.options import at_least
 from ops.lib.stack import Stack
 
@@ -56,7 +55,7 @@ def measure(options: argparse.Namespace) -> Report:
     rounds = []
     for number in range(1, options.rounds + 1):
         rounds.append(asyncio.run(one_round(options)))
-        print(f"round {number}: {summary(rounds[-1])}", file=sys.stderr, flush=True)
+        tell(f"round {number}: {summary(rounds[-1])}")
     return report(rounds, STREAMS, {**sizes, "machine": about})
 
 

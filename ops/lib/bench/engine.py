@@ -8,7 +8,6 @@ Sides take turns in every part, since a machine's speed drifts: only ratios of n
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,7 @@ from rich.console import Group, RenderableType
 
 from ops.lib.bench import joins, prefix, steps, through_redis
 from ops.lib.bench.batches import Makers, OwnSide, RawSide
-from ops.lib.bench.measure import Report, machine
+from ops.lib.bench.measure import Report, machine, tell
 from ops.lib.bench.options import at_least
 from ops.lib.bench.workload import MOST_JOBS
 from ops.lib.model import demo_model
@@ -76,7 +75,7 @@ def measure(options: argparse.Namespace) -> Report:
         tables: list[RenderableType] = []
         parts: dict[str, Any] = {}
         for name in options.part or PARTS:
-            print(f"part {name}", file=sys.stderr, flush=True)
+            tell(f"part {name}")
             report = PARTS[name](model, options)
             tables.append(report.table)
             parts[name] = report.data

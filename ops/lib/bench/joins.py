@@ -14,7 +14,7 @@ from itertools import pairwise
 from rich.table import Table
 
 from ops.lib.bench.batches import Ask, Makers, Side, Timeline, prompts
-from ops.lib.bench.measure import Spread, columns, in_turn, percentile, ratio
+from ops.lib.bench.measure import Spread, columns, in_turn, percentile, ratio, tell
 
 RUNNING_PROMPT = 128
 BURST_LENGTHS = (16, 24, 32, 48, 64)
@@ -98,12 +98,14 @@ def run(makers: Makers, plan: Plan) -> dict[str, dict[str, list[Numbers]]]:
     found: dict[str, dict[str, list[Numbers]]] = {
         case: {name: [] for name in sides} for case in CASES
     }
-    for side in sides.values():
-        for measure in CASES.values():
+    for name, side in sides.items():
+        for case, measure in CASES.items():
+            tell(f"once before: {case}, {name}")
             measure(side, plan, 1_000)  # compiles kernels, and lets a pace be learned
     for number in range(plan.rounds):
         for case, measure in CASES.items():
             for name in in_turn(sides, number):
+                tell(f"round {number + 1}: {case}, {name}")
                 found[case][name].append(measure(sides[name], plan, number))
     return found
 

@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -47,6 +48,11 @@ class Report:
 
     def line(self) -> str:
         return msgspec.json.encode(self.data).decode()
+
+
+def tell(news: str) -> None:
+    """A line about how far the benchmark is, apart from its report."""
+    print(news, file=sys.stderr, flush=True)
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ops.lib.bench.batches import Ask, OwnSide, Side, Timeline
-from ops.lib.bench.measure import Report, Spread, columns, in_turn, ratio
+from ops.lib.bench.measure import Report, Spread, columns, in_turn, ratio, tell
 from ops.lib.random_model import vocab_of
 
 OWN_IDS = 32  # behind the shared ones, in each prompt
@@ -29,6 +29,7 @@ def measure(model: Path, options: argparse.Namespace) -> Report:
     first_ms: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(options.rounds + 1):
         for name in in_turn(sides, number + 1):
+            tell(f"round {number}: {name}" if number else f"once before: {name}")
             shared, ends = asked(options.shared, options.turns, vocab, number)
             taken = [first(sides[name], shared + end) for end in ends]
             if number:  # the first round compiles, and lets a pace be learned

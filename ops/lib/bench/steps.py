@@ -15,7 +15,7 @@ from rich.table import Table
 
 from mlxq.worker.engine.request import SamplingParams
 from ops.lib.bench.batches import GREEDY, Ask, Makers, Side, Timeline, prompts
-from ops.lib.bench.measure import Spread, columns, in_turn, ratio
+from ops.lib.bench.measure import Spread, columns, in_turn, ratio, tell
 
 WARM_STEPS = 5
 
@@ -69,6 +69,7 @@ def run(makers: Makers, plan: Plan) -> Times:
         sides = {name: make(rows) for name, make in makers.items()}
         for number in range(plan.rounds):
             for mix, params in mixes(rows).items():
+                tell(f"batch {rows}, round {number + 1}: {mix}")
                 for name in in_turn(sides, number):
                     taken_ms = step_ms(sides[name], params, plan, seed=number)
                     times.setdefault((rows, mix, name), []).append(taken_ms)

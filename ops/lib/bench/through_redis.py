@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from mlxq.producer import Producer
-from ops.lib.bench.measure import Report, Spread, columns, cpu_s, percentile, ratio
+from ops.lib.bench.measure import Report, Spread, columns, cpu_s, percentile, ratio, tell
 from ops.lib.bench.sides import QueueSide, RawSide
 from ops.lib.bench.workload import PROMPTS, Run, Workload
 from ops.lib.stack import Stack
@@ -102,7 +101,7 @@ async def run(stack: Stack, options: argparse.Namespace) -> list[Round]:
             rounds = []
             for number in range(1, options.rounds + 1):
                 rounds.append(await one_round(raw, queue, options))
-                print(f"round {number}: {summary(rounds[-1])}", file=sys.stderr, flush=True)
+                tell(f"round {number}: {summary(rounds[-1])}")
             return rounds
     finally:
         await raw.close()
