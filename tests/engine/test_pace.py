@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
@@ -229,3 +230,25 @@ def test_steps_of_many_rows_say_nothing_of_few() -> None:
         sizes += [chunk] if chunk else []
     assert len(sizes) > 20
     assert max(LAPTOP.read_s(size, 0) for size in sizes) < 1.6 * SHARE * LAPTOP.step_s
+
+
+class Planning(Device):
+    """A plan is made for each new shape, and takes many times what a step does."""
+
+    plan_s = 0.2
+    shapes: ClassVar[set[tuple[int, int]]] = set()
+
+    def read_s(self, ids: int, context: int) -> float:
+        new = (ids, context) not in self.shapes
+        self.shapes.add((ids, context))
+        return super().read_s(ids, context) + (self.plan_s if new else 0.0)
+
+
+def test_chunks_do_not_shrink_for_nothing() -> None:
+    """However small, they take as long: a prompt would take as many times that as it has chunks."""
+    device, pace = Planning(**vars(GPU)), Pace(2048)
+    read_alone(pace, GPU, 10_000)
+    chunks, _ = read_beside(pace, device, [8192] * 4)
+    assert len(chunks) < 4 * 8192 / 256  # as small as may be, they would be 16 times as many
+    calm, _ = read_beside(pace, GPU, [8192] * 4)
+    assert calm.times[len(calm) * 95 // 100] < 1.6 * SHARE * GPU.step_s

@@ -45,6 +45,13 @@ ENOUGH = 0.8
 MOST_GROWTH, MOST_SHRINK = 4.0, 0.1
 """What a single measurement may do to the size of the next chunk."""
 
+FUTILE = 0.75
+"""Of the time of chunks four times as large: those that take more are small for nothing. Their time
+is for themselves, such as for a kernel that is made for each new shape."""
+
+HOLD = 16
+"""For so many measurements chunks are as large as before, then it is tried again."""
+
 TAIL = 1.25
 """A prompt of up to so many chunks is read in one: a small rest would cost a whole forward pass."""
 
@@ -68,7 +75,8 @@ class Pace:
     One size for chunks that run alone, one for those beside decode steps: each is multiplied by
     what its time may be over what it was. So it settles at the time allowed, whatever a chunk
     costs for itself, for each id, and for each id of context. Beside decode steps the size goes
-    with the time allowed, which changes with the rows that decode.
+    with the time allowed, which changes with the rows that decode; but it never falls to where a
+    chunk takes as long as a larger one.
 
     Beside decode steps a chunk is not timed by itself: the device works in the order it was told,
     but how far the host runs ahead of it differs between devices. In a run of steps the times
@@ -90,6 +98,9 @@ class Pace:
         self._busy_steps = 0
         self._before: int | None = None
         self._run = _Run()
+        self._last = (0.0, 0.0)  # ids and seconds of the chunks measured last
+        self._floor_ids = 0.0
+        self._held = 0
 
     def size(self, *, decoding: int, reading: int = 1) -> int:
         """Ids of the next chunk, while so many rows decode and so many read their prompts.
@@ -103,7 +114,7 @@ class Pace:
             return int(self._within(FIRST_IDS))
         crowd = FEW * reading / decoding
         budget_s = max(self._budget_s, min(IDLE_S, self._budget_s * crowd))
-        return int(self._within(budget_s / id_s))
+        return int(self._within(max(budget_s / id_s, self._floor_ids)))
 
     def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
         """The same for a single prompt with so many ids left: all, if they are few.
@@ -181,8 +192,19 @@ class Pace:
         chunks_s = max(run.seconds - alone_s, 0.05 * run.seconds)
         size = sum(run.chunks) / len(run.chunks)
         each_s = chunks_s * size / (sum(run.chunks) + run.carried - over)
+        self._compare(size, chunks_s / len(run.chunks))
         allowed = self.size(decoding=1, reading=0)
         self._id_s = self._budget_s / self._steered(allowed, size, each_s, self._budget_s)
+
+    def _compare(self, size: float, seconds: float) -> None:
+        """Whether smaller chunks than the last ones were of use."""
+        last, its_s = self._last
+        self._last = size, seconds
+        self._held += 1
+        if size <= last / 4 and seconds > FUTILE * its_s:
+            self._floor_ids, self._held = last, 0
+        elif self._held >= HOLD or seconds < its_s / 2:
+            self._floor_ids = 0.0
 
     def _steered(self, size: float, read: float, seconds: float, budget_s: float) -> float:
         """The next size, after a chunk of `read` ids took so long.
