@@ -2,7 +2,8 @@
 
 Wired memory, ownership of streams and an engine that dies unseen are in test_engine.py and
 test_thread.py; prefixes that leak from one row into another in test_prefix_cache.py; padding that
-leaks into a recurrent state in the matrix of architectures; stop strings in tests/text.
+leaks into a recurrent state, and positions that a row leaves on a multimodal model, in the matrix
+of architectures; stop strings in tests/text.
 """
 
 from __future__ import annotations
