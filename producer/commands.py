@@ -69,7 +69,9 @@ def submit(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the user says; - is stdin.")],
     system: Annotated[str | None, typer.Option(help="System message in front of it.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: go on from TEXT.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate; else up to 1,024.")
+    ] = None,
     min_tokens: Annotated[int, typer.Option(help="Nothing ends the output before.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus: sample from this share alone.")] = 1.0,
@@ -130,6 +132,8 @@ def submit(
 
 def _prompt(text: str, system: str | None, raw: bool) -> dict[str, Any]:
     """TEXT as the arguments that `Producer.submit` takes."""
+    if not text.strip():
+        raise BadRequest("TEXT is empty")
     if raw:
         if system is not None:
             raise BadRequest("--system is a part of the chat template: leave it out, or --raw")
@@ -163,7 +167,10 @@ def follow(
 def abort(
     job_id: JobId, url: RedisUrl = DEFAULT_URL, queue: Queue = "default", shards: Shards = 1
 ) -> None:
-    """End a job, queued or running. Prints aborted, finished, unknown or requested."""
+    """End a job, queued or running. Prints aborted, finished, unknown or requested.
+
+    unknown is a failure: the id may be misspelt.
+    """
 
     async def action() -> int:
         async with open_producer(url, queue, shards) as producer:
@@ -171,7 +178,7 @@ def abort(
         print(outcome)
         if outcome == "unknown":
             tell(f"no job {job_id} is known {submitted_where(queue, shards)}")
-        return 0
+        return 1 if outcome == "unknown" else 0
 
     run(action)
 

@@ -159,17 +159,25 @@ local function close(job, state, terminal)
   settle(job, state, terminal, '', job.retention)
 end
 
+-- What is known of a job that no worker ends: its first event has the length of the prompt.
+local function usage_of(job)
+  local first = redis.pcall('XRANGE', events_key(job.id), '-', '+', 'COUNT', 1)[1]
+  local prompt = first and string.match(first[2][2], '"prompt_tokens":(%d+)')
+  local known = prompt and string.format('"prompt_tokens":%s,', prompt) or ''
+  return string.format('{%s"completion_tokens":%d}', known, job.tokens)
+end
+
 local function close_aborted(job)
   close(job, 'done', string.format(
-    '{"type":"done","finish_reason":"aborted","attempts":%d,"usage":{"completion_tokens":%d}}',
-    job.attempt, job.tokens))
+    '{"type":"done","finish_reason":"aborted","attempts":%d,"usage":%s}',
+    job.attempt, usage_of(job)))
 end
 
 local function close_failed(job, code, message, retryable)
   close(job, 'failed', string.format(
     '{"type":"failed","code":"%s","message":"%s","retryable":%s,' ..
-    '"attempts":%d,"usage":{"completion_tokens":%d}}',
-    code, message, tostring(retryable), job.attempt, job.tokens))
+    '"attempts":%d,"usage":%s}',
+    code, message, tostring(retryable), job.attempt, usage_of(job)))
 end
 
 local function close_broken(job)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from mlxq.worker.engine.pace import FEW, FIRST_IDS, IDLE_S, LEAST_IDS, SHARE, TAIL, Pace
+from mlxq.worker.engine.pace import FEW, FIRST_IDS, IDLE_S, LEAST_IDS, MOST_S, SHARE, TAIL, Pace
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,16 @@ def test_the_more_prompts_wait_the_more_time_they_get() -> None:
     assert few == pace.size(decoding=8 * FEW, reading=8)
     assert pace.size(decoding=8 * FEW, reading=16) == pytest.approx(2 * few, abs=2)
     crowd = pace.size(decoding=1, reading=10**6)
-    assert crowd == pytest.approx(few * IDLE_S / (SHARE * GPU.step_s), rel=0.05)
+    assert crowd == pytest.approx(few * MOST_S / (SHARE * GPU.step_s), rel=0.05)
+
+
+def test_a_long_prompt_keeps_the_pace_of_however_few_rows() -> None:
+    pace = Pace(10**6)
+    read_beside(pace, GPU, [16_384])
+    alone = pace.ids(10**6, decoding=32)
+    assert pace.ids(10**6, decoding=1, reading=5) == alone
+    short = 2 * alone
+    assert pace.ids(short, decoding=1) == short > pace.ids(short, decoding=32)
 
 
 def test_the_first_chunk_beside_rows_follows_from_those_alone() -> None:

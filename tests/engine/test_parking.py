@@ -10,6 +10,7 @@ import pytest
 
 from mlxq.worker.engine.memory import measure
 from mlxq.worker.engine.models import LoadedModel, load_model
+from mlxq.worker.engine.pace import Pace
 from mlxq.worker.engine.request import Logprob, SamplingParams
 from mlxq.worker.engine.row_cache import CacheOptions
 from tests.engine.rig import (
@@ -97,6 +98,56 @@ def test_a_row_with_quantised_layers_can_be_parked(tmp_path: Path) -> None:
     rig.admit(request("high", prompt_of(12, 1), max_tokens=6, priority=HIGH))
     assert rig.finish()["low"] == expected
     assert list(rig.ends) == ["high", "low", "beside"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 20])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_row_that_has_just_joined_can_be_parked(
+    tmp_path: Path, bits: int | None, length: int
+) -> None:
+    """It may hold nothing yet; its memory is asked for all the same."""
+    config = {"head_dim": 32, "num_hidden_layers": 3}
+    loaded = load_model(str(make_tiny_model(tmp_path, config=config)))
+    low = request("low", prompt_of(length), max_tokens=5, priority=LOW)
+    options = CacheOptions(kv_bits=bits)
+    expected = run(loaded, low, options=options)["low"]
+    for steps in range(8):
+        rig = Rig(loaded, max_batch=1, options=options)
+        rig.admit(low)
+        rig.step(steps)
+        assert rig.batch.kv_bytes >= 0
+        rig.admit(request("high", prompt_of(6, 1), max_tokens=3, priority=HIGH))
+        assert rig.finish()["low"] == expected
+
+
+def test_rows_that_are_parked_together_are_no_step_of_their_own(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second finds the step in flight read already: that takes no time, and is not measured."""
+    rows: list[int] = []
+    counted = Pace.step
+
+    def step(self: Pace, seconds: float, chunk: int | None, *, decoding: int) -> None:
+        rows.append(decoding)
+        counted(self, seconds, chunk, decoding=decoding)
+
+    monkeypatch.setattr(Pace, "step", step)
+    rig = Rig(loaded, max_batch=3)
+    rig.admit(*(request(f"{n}", prompt_of(5, n), max_tokens=60, priority=LOW) for n in range(3)))
+    rig.step(20)
+    rig.admit(*(request(f"h{n}", prompt_of(5, n), max_tokens=9, priority=HIGH) for n in range(3)))
+    rig.finish()
+    assert rows and 0 not in rows
+
+
+def test_rows_with_nothing_to_read_join_at_once(loaded: LoadedModel) -> None:
+    rig = Rig(loaded, max_batch=32)
+    rig.admit(*(request(str(n), [5 + n], max_tokens=4) for n in range(32)))
+    rig.step(2)
+    assert len(rig.ids) == 32
+    rig.finish()
+    for n in range(32):
+        assert rig.ids[str(n)] == greedy_reference(loaded, [5 + n], 4)
 
 
 def test_the_last_row_of_the_lowest_priority_makes_room(loaded: LoadedModel) -> None:

@@ -188,6 +188,22 @@ def test_an_exact_repetition_leaves_an_id_to_read(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [32, 33, 34, 65, 66, 129])
+def test_an_exact_repetition_through_the_batch(
+    models: Callable[[str], LoadedModel], kind: str, length: int
+) -> None:
+    """Also where the checkpoint to keep is at the end of the prefill."""
+    loaded = models(kind)
+    rig = Rig(loaded, prefill_step=512, prefix_cache=of(loaded.network))
+    for name in ("first", "again"):
+        rig.admit(request(name, prompt_of(length), max_tokens=4))
+        rig.finish()
+    step = BLOCK_IDS if kind == "plain" else CHECKPOINT_IDS
+    assert rig.cached["again"] == (length - 1) // step * step
+    assert rig.ids["again"] == rig.ids["first"] == cold(loaded.network, prompt_of(length))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_hit_is_a_copy(networks: Callable[[str], Network], kind: str) -> None:
     """Rows that took the same prefix go on apart, and leave it as it was."""
     network = networks(kind)

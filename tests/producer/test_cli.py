@@ -254,7 +254,7 @@ async def test_abort(shell: Shell, producer: Producer) -> None:
     assert await shell.run("abort", job.id) == (0, "finished\n", "")
     code, out, err = await shell.run("abort", "nobody")
     where = f"in queue {shell.queue} with --shards 1; both must be as at its submit"
-    assert (code, out, err) == (0, "unknown\n", f"mlxq: no job nobody is known {where}\n")
+    assert (code, out, err) == (1, "unknown\n", f"mlxq: no job nobody is known {where}\n")
     for command in ("follow", "dead show"):
         code, out, err = await shell.run(*command.split(), "nobody", "--shards", "4")
         assert (code, out) == (1, "")
@@ -309,7 +309,8 @@ async def test_what_is_refused(code: int, arguments: list[str], shell: Shell) ->
         (["Hi", "--top-p", "nan"], "--top-p is nan: a finite number is needed"),
         (["Hi", "--stop", "a", "--stop", ""], "Expected `str` of length >= 1 - at --stop"),
         (["Hi", "--deadline-s", "0"], "--deadline-s must be above 0 seconds, not 0.0"),
-        (["", "--raw"], "Expected `str` of length >= 1 - at TEXT"),
+        (["", "--raw"], "TEXT is empty"),
+        ([" \n"], "TEXT is empty"),
     ],
 )
 def test_a_bad_value_is_named_by_its_flag(arguments: list[str], told: str) -> None:

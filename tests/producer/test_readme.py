@@ -66,6 +66,9 @@ async def test_server_sent_events(
     async with app.router.lifespan_context(app):
         whole = await get(app, "/jobs/hi")
         rest = await get(app, "/jobs/hi", after="1-2")
+        for path, after in (("/jobs/nobody", None), ("/jobs/hi", "xx"), ("/jobs/a b", None)):
+            [(what, why)] = await get(app, path, after)
+            assert what == "lost" and why and "\n" not in why
     assert [event_id for event_id, _ in whole] == ["1-1", "1-2", "1-3", "1-4", "1-5"]
     assert [event["type"] for _, event in whole] == ["started", "token", "token", "token", "done"]
     assert "".join(event.get("text", "") for _, event in whole) == "one two three"
@@ -89,6 +92,8 @@ async def get(app: Any, path: str, after: str | None = None) -> list[tuple[str, 
     assert sent[0]["status"] == 200
     assert (b"content-type", b"text/event-stream; charset=utf-8") in sent[0]["headers"]
     body = b"".join(message.get("body", b"") for message in sent[1:]).decode()
+    if body.startswith("event: lost\ndata: ") and body.endswith("\n\n"):
+        return [("lost", body.removeprefix("event: lost\ndata: ").strip())]
     found = re.findall(r"id: (.*)\ndata: (.*)\n\n", body)
     assert body == "".join(f"id: {name}\ndata: {data}\n\n" for name, data in found)
     return [(name, json.loads(data)) for name, data in found]

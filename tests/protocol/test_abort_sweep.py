@@ -8,8 +8,8 @@ import pytest
 from redis.exceptions import ResponseError
 
 from mlxq.protocol.keys import GROUP, LANES
-from mlxq.protocol.scripts import FENCED, Enqueued, Sweep
-from tests.protocol.wire import LEASE_MS, Wire, heard
+from mlxq.protocol.scripts import DONE, FENCED, EmitItem, Enqueued, Sweep
+from tests.protocol.wire import LEASE_MS, TOKEN, Wire, heard
 
 
 async def test_abort_of_a_queued_job(wire: Wire) -> None:
@@ -31,6 +31,21 @@ async def test_abort_of_a_running_job(wire: Wire) -> None:
     assert await wire.event_ids() == ["1-1", "1-2", "1-3"]
     assert await wire.look() == FENCED
     assert await wire.holders() == []
+
+
+async def test_abort_of_a_job_tells_the_length_of_its_prompt(wire: Wire) -> None:
+    """What a worker had said of it, on any attempt; text that looks like it is only text."""
+    await wire.running()
+    started = (
+        rb'{"type":"started","attempt":1,"worker":"w\"prompt_tokens\":9","model":"m",'
+        rb'"prompt_tokens":34,"cached_tokens":16}'
+    )
+    assert await wire.emit("w1", EmitItem("a", 1, 1, 0, started)) == [DONE]
+    assert await wire.emit("w1", EmitItem("a", 1, 2, 1, TOKEN)) == [DONE]
+    await wire.release("w1", "drain", ("a", 1))
+    assert await wire.abort() == "aborted"
+    _, terminal = (await wire.events())[-1]
+    assert terminal["usage"] == {"prompt_tokens": 34, "completion_tokens": 1}
 
 
 async def test_abort_of_a_released_job(wire: Wire) -> None:

@@ -171,6 +171,8 @@ class MlxBatch:
 
     def _put_out(self, outputs: list[tuple[Row, Output]], chunk: Chunk | None = None) -> None:
         """The ids of a step that was waited for; rows that end with them leave."""
+        if not outputs:
+            return
         now = time.perf_counter()
         if self._read_at is not None:
             ids = chunk.ids if chunk is not None else 0
@@ -186,16 +188,22 @@ class MlxBatch:
 
     def _leave(self, rows: list[Row]) -> None:
         """Rows leave for good; the prefix cache gets what is new to it of what they have read."""
-        wanted = [row for row in rows if self._wants(row)]
+        wanted = [row for row in rows if self._wants(row, row.length)]
         for row, (cache, held) in self._decoding.extract(wanted).items():
             self._keep_prefix(row, cache, held)
         self._decoding.leave(rows)
 
     def _join(self, ready: Ready) -> None:
-        if self._prefix_cache.in_blocks and any(map(self._wants, ready.rows)):
-            each = range(len(ready.rows))
+        rows = ready.rows
+        in_blocks = self._prefix_cache.in_blocks
+        if any(
+            in_blocks or row.length - 1 in row.stops
+            for row in rows
+            if self._wants(row, row.length - 1)
+        ):
+            each = range(len(rows))
             found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
-            for row, cache in zip(ready.rows, found, strict=True):
+            for row, cache in zip(rows, found, strict=True):
                 self._keep_prefix(row, cache, row.length - 1)
         self._decoding.join(ready)
 
@@ -223,7 +231,13 @@ class MlxBatch:
 
     def _start(self, row: Row) -> None:
         self._waiting.remove(row)
-        self._prefilling.add(row)
+        if row.held < row.length - 1:
+            self._prefilling.add(row)
+            return
+        self._look_up(row)
+        ready = Prefill(self._network, [row], self._options).read(0).ready
+        assert ready is not None
+        self._join(ready)
 
     def _victim(self, row: Row, candidates: list[Row]) -> Row | None:
         """The last of those that could make room, if its priority is lower."""
@@ -315,11 +329,11 @@ class MlxBatch:
         row.stops = self._prefix_cache.checkpoints(ids, row.held, salt)
         self._outbox.append(Output(row.key, [], cached=row.held))
 
-    def _wants(self, row: Row) -> bool:
+    def _wants(self, row: Row, held: int) -> bool:
         """Whether a copy of what a row has read would be kept; quantised layers never are."""
         if self._options.kv_bits is not None and row in self._decoding.rows:
             return False
-        return self._prefix_cache.wants(row.ids, row.request.cache_salt)
+        return self._prefix_cache.wants(row.ids[:held], row.request.cache_salt)
 
     def _keep_prefix(self, row: Row, cache: caches.Cache, held: int) -> None:
         self._prefix_cache.put(row.ids[:held], cache, row.request.cache_salt)

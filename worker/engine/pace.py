@@ -20,9 +20,10 @@ SHARE = 1.6
 one had taken before prompts came. Rows that joined since have made steps longer; but a chunk may
 always take LEAST_SHARE of what a step takes now."""
 
-FEW = 20
-"""That holds while at least so many times as many rows decode as prompts are read. A batch that is
-hardly filled is slow for all who wait, so with more prompts a chunk takes more."""
+FEW, MOST_S = 20, 1.0
+"""Of prompts that fit one chunk, it may take longer, up to MOST_S, while fewer than FEW times as
+many rows decode as are read: a batch that is hardly filled is slow for all who wait, and rows that
+decode are held up once. A longer prompt would hold them up chunk after chunk."""
 
 LEAST_SHARE = 0.5
 CALM_STEPS = 5
@@ -103,27 +104,21 @@ class Pace:
         self._held = 0
 
     def size(self, *, decoding: int, reading: int = 1) -> int:
-        """Ids of the next chunk, while so many rows decode and so many read their prompts.
-
-        The more wait for their first id, the more time they get.
-        """
+        """Ids of the next chunk, while so many rows decode and so many read prompts that fit it."""
         if not decoding:
             return int(self._idle_ids)
         id_s = self._id_s or self._alone_id_s
         if not id_s or not self._steps_s:
             return int(self._within(FIRST_IDS))
         crowd = FEW * reading / decoding
-        budget_s = max(self._budget_s, min(IDLE_S, self._budget_s * crowd))
+        budget_s = max(self._budget_s, min(MOST_S, self._budget_s * crowd))
         return int(self._within(max(budget_s / id_s, self._floor_ids)))
 
     def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
-        """The same for a single prompt with so many ids left: all, if they are few.
-
-        A long prompt holds up others chunk after chunk: it gets no more for being one of many.
-        """
+        """The same for a single prompt with so many ids left, whether it fits or not."""
         if left <= self.size(decoding=decoding, reading=reading):
             return left
-        size = self.size(decoding=decoding)
+        size = self.size(decoding=decoding, reading=0)
         return min(left, self._most_ids) if left <= TAIL * size else _round(size)
 
     def chunk_alone(self, ids: int, seconds: float) -> None:

@@ -32,16 +32,18 @@ _GREEDY = SamplingParams(temperature=0.0)
 def probe(network: Any, options: CacheOptions, *, max_batch: int) -> None:
     """Runs rows of different length to their end, beside whatever else runs; raises what they do.
 
+    One has a single id: it decodes with nothing read before.
     The first takes every path of the sampler, so that a first job finds all of it compiled.
     """
-    batch = DecodeBatch(network, options)
-    for length, sampling in list(enumerate((_EVERYTHING, _GREEDY), 2))[:max_batch]:
-        request = Admit(RowKey("probe", length), [0] * length, [], 3, sampling, frozenset())
-        ready = Prefill(network, [Row(request)], options).read(length).ready
-        assert ready is not None
-        batch.join(ready)
-    while batch.rows:
-        batch.step()
+    for lengths in ((2, 3)[:max_batch], (1,)):
+        batch = DecodeBatch(network, options)
+        for length, sampling in zip(lengths, (_EVERYTHING, _GREEDY), strict=False):
+            request = Admit(RowKey("probe", length), [0] * length, [], 3, sampling, frozenset())
+            ready = Prefill(network, [Row(request)], options).read(length).ready
+            assert ready is not None
+            batch.join(ready)
+        while batch.rows:
+            batch.step()
 
 
 def learn_pace(pace: Pace, network: Any, options: CacheOptions, context_length: int) -> None:

@@ -73,6 +73,10 @@ class QuantisedRow(vlm_cache.QuantizedKVCache):  # type: ignore[misc]  # the lib
     def state(self) -> Any:
         return (self.keys, self.values) if self.keys is None else super().state
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else int(super().nbytes)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self.group_size = self.group_size or _group_size(keys, values)
         return super().update_and_fetch(keys, values)
