@@ -24,6 +24,7 @@ SLOTS = 4
 JOBS = 600
 TOKENS = 20
 LONG = 10_000  # none of these ends before every slot of the fleet is taken
+STEP_S = 0.2  # one loop serves the whole fleet and reads: 1,000 tokens a second leave it time
 
 
 @asynccontextmanager
@@ -33,7 +34,7 @@ async def fleet(url: str, queue: str) -> AsyncIterator[None]:
     orders = [Orders() for _ in range(WORKERS)]
 
     def load() -> SyntheticBatch:
-        return SyntheticBatch(Faults(), max_batch=SLOTS, step_s=0.02, prefill_step=512)
+        return SyntheticBatch(Faults(), max_batch=SLOTS, step_s=STEP_S, prefill_step=512)
 
     async def work(number: int) -> int:
         config = Config("synthetic", url, queue, name=f"mac{number}", max_batch=SLOTS)

@@ -155,9 +155,15 @@ class Ledger:
         ]
         left, suspects = self.server.waiting(waiting)
         _check(not left, f"{left} waits while a slot is free")
-        _check(not (suspects and alone), f"an empty worker left the suspects {suspects}")
+        # Without its pending entry a suspect is met in the lane's order, behind who came earlier.
+        first = [job_id for job_id in suspects if not self._is_regrouped(job_id)]
+        _check(not (first and alone), f"an empty worker left the suspects {first}")
         room = reply.make_room or before < self.room_until
         _check(room or not suspects, f"nobody makes room for the suspects {suspects}")
+
+    def _is_regrouped(self, job_id: str) -> bool:
+        current = self.jobs[job_id].current
+        return current is not None and current.regrouped
 
     def _check_recovered(self, owner: str, given: set[str]) -> None:
         """What an unanswered TAKE had given to this owner is known to it now, or not its own."""
