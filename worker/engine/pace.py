@@ -20,7 +20,7 @@ SHARE = 1.6
 one had taken before prompts came. Rows that joined since have made steps longer; but a chunk may
 always take LEAST_SHARE of what a step takes now."""
 
-FEW, MOST_S = 20, 1.0
+FEW, MOST_S = 20, 2.0
 """Of prompts that fit one chunk, it may take longer, up to MOST_S, while fewer than FEW times as
 many rows decode as are read: a batch that is hardly filled is slow for all who wait, and rows that
 decode are held up once. A longer prompt would hold them up chunk after chunk."""
