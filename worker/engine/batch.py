@@ -126,7 +126,7 @@ class MlxBatch:
         else:
             self._read_at = None
             self._pace.interrupted()
-            if chunk is not None and chunk.ids and not launched:
+            if chunk is not None and not launched:
                 mx.eval(chunk.results)
                 self._pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
         if chunk is not None and chunk.ready is not None:
@@ -196,11 +196,8 @@ class MlxBatch:
     def _join(self, ready: Ready) -> None:
         rows = ready.rows
         in_blocks = self._prefix_cache.in_blocks
-        if any(
-            in_blocks or row.length - 1 in row.stops
-            for row in rows
-            if self._wants(row, row.length - 1)
-        ):
+        ends = [row for row in rows if in_blocks or row.length - 1 in row.stops]
+        if any(self._wants(row, row.length - 1) for row in ends):
             each = range(len(rows))
             found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
             for row, cache in zip(rows, found, strict=True):

@@ -122,7 +122,9 @@ class Pace:
         return min(left, self._most_ids) if left <= TAIL * size else _round(size)
 
     def chunk_alone(self, ids: int, seconds: float) -> None:
-        """A chunk of so many ids took so long by itself."""
+        """A chunk of so many ids took so long by itself; one of none tells nothing."""
+        if not ids:
+            return
         self._alone_id_s = seconds / ids
         self._idle_ids = self._steered(self._idle_ids, ids, seconds, IDLE_S)
 

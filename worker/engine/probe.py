@@ -32,8 +32,8 @@ _GREEDY = SamplingParams(temperature=0.0)
 def probe(network: Any, options: CacheOptions, *, max_batch: int) -> None:
     """Runs rows of different length to their end, beside whatever else runs; raises what they do.
 
-    One has a single id: it decodes with nothing read before.
-    The first takes every path of the sampler, so that a first job finds all of it compiled.
+    The first takes every path of the sampler, so that a first job finds all of it compiled. The
+    last, of a single id, decodes with nothing read before.
     """
     for lengths in ((2, 3)[:max_batch], (1,)):
         batch = DecodeBatch(network, options)
