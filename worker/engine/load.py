@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def load_batch(
     Raises ModelError; the thread must then end. For the options of memory see `plan_memory`,
     `PrefixCache.of` and `CacheOptions`.
     """
+    # On CUDA cuDNN would make a plan for each new shape of attention, longer than many steps take.
+    os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
     try:
         loaded = load_model(source)
         network = loaded.network
