@@ -1,7 +1,8 @@
 """How long a decode step takes: mlx-lm's BatchGenerator against the worker's batch.
 
-Both hold the same random prompts and take turns: batch by batch, mix by mix, round by round. A mix
-says how the rows choose their ids. The ratio of two neighbours' median step times is what counts.
+A mix says how the rows choose their ids. Raw, ours and ours with greedy rows hold the same random
+prompts and take turns every few steps, since a machine's speed drifts within seconds. The ratio of
+their median step times in a round is what counts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass
 from itertools import cycle, islice
 
+import mlx.core as mx
 from rich.table import Table
 
 from mlxq.worker.engine.request import SamplingParams
@@ -18,6 +20,8 @@ from ops.lib.bench.batches import GREEDY, Ask, Makers, Side, Timeline, prompts
 from ops.lib.bench.measure import Spread, columns, in_turn, ratio, tell
 
 WARM_STEPS = 5
+TURN_STEPS = 4
+"""Timed ones of a turn; one before them gets the side going again."""
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.2)
 TOP_PS = (0.8, 0.9, 0.95)
@@ -66,34 +70,44 @@ Times = dict[tuple[int, str, str], list[float]]
 def run(makers: Makers, plan: Plan) -> Times:
     times: Times = {}
     for rows in plan.batches:
-        sides = {name: make(rows) for name, make in makers.items()}
+        sides = {"raw": makers["raw"], "own": makers["own"], "own_greedy": makers["own"]}
+        made = {name: make(rows) for name, make in sides.items()}
         for number in range(plan.rounds):
             for mix, params in mixes(rows).items():
                 tell(f"batch {rows}, round {number + 1}: {mix}")
-                for name in in_turn(sides, number):
-                    taken_ms = step_ms(sides[name], params, plan, seed=number)
+                asked = {"raw": params, "own": params, "own_greedy": [GREEDY] * rows}
+                for name, taken_ms in step_ms(made, asked, plan, number).items():
                     times.setdefault((rows, mix, name), []).append(taken_ms)
     return times
 
 
-def step_ms(side: Side, params: list[SamplingParams], plan: Plan, seed: int) -> float:
-    """The median time of a step in which every row gets an id."""
-    rows = range(len(params))
-    tokens = plan.steps + WARM_STEPS + 100
-    asked = prompts(len(params), [plan.prompt], plan.vocab, seed)
-    side.admit([Ask(ids, tokens, each) for ids, each in zip(asked, params, strict=True)])
-    Timeline().run_until(side, rows, WARM_STEPS)
-    taken_ms = []
-    for _ in range(plan.steps):
-        before_s = time.perf_counter()
-        side.step()
-        taken_ms.append(1e3 * (time.perf_counter() - before_s))
-    side.clear()
-    return statistics.median(taken_ms)
+def step_ms(
+    sides: dict[str, Side], asked: dict[str, list[SamplingParams]], plan: Plan, number: int
+) -> dict[str, float]:
+    """For each side the median time of a step in which every row gets an id."""
+    for name, side in sides.items():
+        params = asked[name]
+        ids = prompts(len(params), [plan.prompt], plan.vocab, number)
+        tokens = 2 * plan.steps + WARM_STEPS + 100
+        side.admit([Ask(prompt, tokens, each) for prompt, each in zip(ids, params, strict=True)])
+        Timeline().run_until(side, range(len(params)), WARM_STEPS)
+    taken_ms: dict[str, list[float]] = {name: [] for name in sides}
+    while any(len(taken) < plan.steps for taken in taken_ms.values()):
+        number += 1
+        for name in in_turn(sides, number):
+            mx.synchronize()
+            sides[name].step()
+            for _ in range(TURN_STEPS):
+                before_s = time.perf_counter()
+                sides[name].step()
+                taken_ms[name].append(1e3 * (time.perf_counter() - before_s))
+    for side in sides.values():
+        side.clear()
+    return {name: statistics.median(taken) for name, taken in taken_ms.items()}
 
 
 def data(times: Times) -> dict[str, dict[str, Spread]]:
-    """By batch and mix: both sides' times, raw to ours, and ours to our greedy as a speed."""
+    """By batch and mix: both times, raw to ours, and ours to our greedy as a speed."""
     found = {}
     for rows, mix in dict.fromkeys((rows, mix) for rows, mix, _ in times):
         raw, own = times[rows, mix, "raw"], times[rows, mix, "own"]
@@ -101,7 +115,7 @@ def data(times: Times) -> dict[str, dict[str, Spread]]:
             "raw_ms": Spread.of(raw),
             "own_ms": Spread.of(own),
             "raw/own": ratio(raw, own),
-            "own_greedy/own": ratio(times[rows, "greedy", "own"], own),
+            "own_greedy/own": ratio(times[rows, mix, "own_greedy"], own),
         }
     return found
 
