@@ -189,15 +189,21 @@ class MlxBatch:
     def _leave(self, rows: list[Row]) -> None:
         """Rows leave for good; the prefix cache gets what is new to it of what they have read."""
         wanted = [row for row in rows if self._wants(row, row.length)]
-        for row, (cache, held) in self._decoding.extract(wanted).items():
-            self._keep_prefix(row, cache, held)
+        if self._prefix_cache.in_blocks:
+            for row in wanted:
+                self._keep_prefix(row, *self._decoding.lend(row))
+        else:
+            for row, (cache, held) in self._decoding.extract(wanted).items():
+                self._keep_prefix(row, cache, held)
         self._decoding.leave(rows)
 
     def _join(self, ready: Ready) -> None:
         rows = ready.rows
-        in_blocks = self._prefix_cache.in_blocks
-        ends = [row for row in rows if in_blocks or row.length - 1 in row.stops]
-        if any(self._wants(row, row.length - 1) for row in ends):
+        if self._prefix_cache.in_blocks:
+            for place, row in enumerate(rows):
+                own = place if ready.merged else None
+                self._keep_prefix(row, ready.cache, row.length - 1, own)
+        elif any(row.length - 1 in row.stops and self._wants(row, row.length - 1) for row in rows):
             each = range(len(rows))
             found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
             for row, cache in zip(rows, found, strict=True):
@@ -332,5 +338,7 @@ class MlxBatch:
             return False
         return self._prefix_cache.wants(row.ids[:held], row.request.cache_salt)
 
-    def _keep_prefix(self, row: Row, cache: caches.Cache, held: int) -> None:
-        self._prefix_cache.put(row.ids[:held], cache, row.request.cache_salt)
+    def _keep_prefix(
+        self, row: Row, cache: caches.Cache, held: int, place: int | None = None
+    ) -> None:
+        self._prefix_cache.put(row.ids[:held], cache, row.request.cache_salt, place=place)

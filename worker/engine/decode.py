@@ -144,11 +144,15 @@ class DecodeBatch:
         else:
             found = [self._cache for _ in rows]
             mx.eval(caches.arrays(self._cache))
-        # The last id that the host knows of is read by the step in flight, if there is one.
-        return [
-            (cache, row.length - (row in self._known))
-            for cache, row in zip(found, rows, strict=True)
-        ]
+        return [(cache, self._held(row)) for cache, row in zip(found, rows, strict=True)]
+
+    def lend(self, row: Row) -> tuple[Cache, int, int | None]:
+        """The cache a row is in, how many of its ids that holds, and its place; None: its own."""
+        return self._cache, self._held(row), self._places.index(row) if self._merged else None
+
+    def _held(self, row: Row) -> int:
+        """The last id that the host knows of is read by the step in flight, if there is one."""
+        return row.length - (row in self._known)
 
     @property
     def _known(self) -> frozenset[Row]:

@@ -92,6 +92,11 @@ class DecodeGroups:
                 found.update(zip(there, batch.extract(there), strict=True))
         return found
 
+    def lend(self, row: Row) -> tuple[Cache, int, int | None]:
+        """The cache a row is in, how many of its ids that holds, and its place; None: its own."""
+        batch = next(batch for batch in self._batches if row in batch.rows)
+        return batch.lend(row)
+
     def _unite(self) -> None:
         """Batches whose rows may share one do, those that add the least padding first."""
         while len(self._batches) > 1:

@@ -144,24 +144,36 @@ class PrefixCache:
             return self._memory.has_new_block(list(ids), extra_hash)
         return len(ids) >= CHECKPOINT_IDS and not self._memory.has_checkpoint(ids, extra_hash)
 
-    def put(self, ids: Sequence[int], cache: Cache, salt: str = "") -> None:
-        """Keeps what a row has read: its own cache, which holds exactly `ids`.
+    def put(
+        self, ids: Sequence[int], cache: Cache, salt: str = "", *, place: int | None = None
+    ) -> None:
+        """Keeps what a row has read.
 
         The cache stays the caller's. Nothing is kept of a row whose layers were quantised: what is
         found must be what reading would have given.
+
+        cache  the row's own, which holds exactly `ids`
+        place  `in_blocks` alone: of the row in the cache of a batch instead, which ends with `ids`
         """
-        if not self.wants(ids, salt) or list(map(type, cache)) != list(map(type, self._fresh)):
+        if not self.wants(ids, salt):
             return
         assert self._memory is not None
-        row = as_vlm(cache)
-        if not self._is_row(row, len(ids)):
+        extra_hash = apc.tenant_scoped_hash(salt)
+        if place is not None:
+            layers = [_of_batch(layer, place, len(ids)) for layer in cache]
+        elif list(map(type, cache)) != list(map(type, self._fresh)):
+            return
+        elif not self._is_row(as_vlm(cache), len(ids)):
             _log.error("prefix_not_put", reason="the cache does not hold what it should")
             return
-        extra_hash = apc.tenant_scoped_hash(salt)
-        if self._blocks:
-            self._memory.put_blocks(list(ids), row, extra_hash)
+        elif self._blocks:
+            layers = [_of_row(layer, len(ids)) for layer in cache]
         else:
-            self._memory.store_exact_cache(ids, row, extra_hash=extra_hash)
+            self._memory.store_exact_cache(ids, as_vlm(cache), extra_hash=extra_hash)
+            return
+        if all(layers):
+            keys, values = map(list, zip(*layers, strict=True))
+            self._memory.put_blocks(list(ids), keys, values, extra_hash)
 
     def checkpoints(self, ids: Sequence[int], already: int = 0, salt: str = "") -> list[int]:
         """Lengths at which the prefill of `ids` is to stop for a `put`, in order.
@@ -264,6 +276,24 @@ def _arrays(part: Any) -> Iterator[mx.array]:
         if isinstance(value, mx.array):
             yield value
     yield from (array for array in getattr(part, "cache", ()) if isinstance(array, mx.array))
+
+
+_KeysAndValues = tuple[mx.array, mx.array]
+
+
+def _of_row(layer: Any, length: int) -> _KeysAndValues | None:
+    """Keys and values of a row's own layer; None if its model does not use it."""
+    if layer.keys is None:
+        return None
+    return layer.keys[..., :length, :], layer.values[..., :length, :]
+
+
+def _of_batch(layer: Any, place: int, length: int) -> _KeysAndValues | None:
+    """The same of a row in a batch, which is padded on the left. None also if it is quantised."""
+    if not isinstance(layer.keys, mx.array) or layer._idx < length:
+        return None
+    ids = slice(layer._idx - length, layer._idx)
+    return layer.keys[place : place + 1, :, ids], layer.values[place : place + 1, :, ids]
 
 
 def _holds(part: Any, length: int) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_vlm import apc
 
 from mlxq.worker.engine.prefix_store import PrefixStore
@@ -26,8 +27,9 @@ class PrefixMemory(apc.APCManager):  # type: ignore[misc]  # the library has no 
     """mlx-vlm's APC with its index and copies, but with one bound: bytes.
 
     The library looks at the free memory of the machine besides (on macOS by starting a process),
-    takes settings from the environment, counts all blocks anew at each use, makes room for a row
-    as if none of its blocks were there, and forgets the beginning of a row before its end.
+    takes settings from the environment, counts all blocks anew at each use, waits for the device
+    at each block that it keeps, makes room for a row as if none of its blocks were there, and
+    forgets the beginning of a row before its end.
     """
 
     def __init__(self, memory_bytes: int, block_bytes: int, disk: PrefixStore | None) -> None:
@@ -62,18 +64,79 @@ class PrefixMemory(apc.APCManager):  # type: ignore[misc]  # the library has no 
         self._used(known)
         return int(length) + BLOCK_IDS <= len(ids)
 
-    def put_blocks(self, ids: list[int], row: Sequence[Any], salt: int) -> None:
-        """Keeps the full blocks of a row."""
+    def put_blocks(
+        self, ids: list[int], keys: list[mx.array], values: list[mx.array], salt: int
+    ) -> None:
+        """Keeps the full blocks of a row, from its keys and values by layer."""
         known, length = self.lookup_prefix(ids, salt)
         self._leased_bytes = len(known) * self._block_bytes
         try:
-            new = apc.harvest_blocks_from_batch_cache(
-                self, row, ids, extra_hash=salt, skip_first_n_tokens=length
+            known = known + self.store_kv_blocks(
+                ids, keys, values, extra_hash=salt, skip_first_n_tokens=length
             )
-            known = known + new
         finally:
             self._leased_bytes = 0
             self._used(known)
+
+    def store_kv_blocks(
+        self,
+        token_ids: Sequence[int],
+        layer_keys: list[mx.array],
+        layer_values: list[mx.array],
+        *,
+        extra_hash: int = 0,
+        skip_first_n_tokens: int = 0,
+    ) -> list[Any]:
+        """Keeps full blocks, those in memory that find room; the caller releases what it gets.
+
+        Their copies are set going, and nothing waits for them.
+        """
+        first, parent = skip_first_n_tokens // BLOCK_IDS, apc.SEED_PARENT_HASH
+        layers = [*layer_keys, *layer_values]
+        size = min(sum(layer.nbytes for layer in layers), self.memory_max_bytes)
+        kept, for_disk, copies = [], [], []
+        with self.lock:
+            self._make_room(size, retain_bytes=size)
+            for index in range(len(token_ids) // BLOCK_IDS):
+                ids = tuple(token_ids[index * BLOCK_IDS : (index + 1) * BLOCK_IDS])
+                key, before = apc._hash_tokens(parent, ids, extra_hash), parent
+                parent = key
+                if index < first:
+                    continue
+                if self.disk is not None and not self.disk.has(key):
+                    for_disk.append(apc._DiskLayerMajorBlock(key, before, extra_hash, ids, index))
+                block = self._acquired(key, ids) or self._empty_block(len(layers))
+                if block is None:
+                    continue
+                if block.block_hash is None:
+                    slabs = [apc._copy_mlx_array(layer[..., _span(index), :]) for layer in layers]
+                    self._fill(block, key, ids, slabs)
+                    copies += slabs
+                kept.append(block)
+            mx.async_eval(copies)  # type: ignore[no-untyped-call]
+            if for_disk:
+                self.disk.save_layer_major_blocks(for_disk, layer_keys, layer_values, BLOCK_IDS)
+        return kept
+
+    def _acquired(self, key: int, ids: tuple[int, ...]) -> Any:
+        """The block that holds these ids already, or None."""
+        block = self.hash_table.get(key)
+        return None if block is None or block.token_ids != ids else self._acquire_existing(block)
+
+    def _empty_block(self, arrays: int) -> Any:
+        """A block that finds room, what was used longest ago emptied for it; or None."""
+        room = self.memory_max_bytes - self._resident_bytes_locked()
+        if room < self._block_bytes or not self._make_tensor_room(arrays):
+            return None
+        return self._evict_lru()
+
+    def _fill(self, block: Any, key: int, ids: tuple[int, ...], slabs: list[mx.array]) -> None:
+        half = len(slabs) // 2
+        block.set_kv(slabs[:half], slabs[half:])
+        block.block_hash, block.token_ids, block.ref_cnt = key, ids, 1
+        self.hash_table[key] = block
+        self.stats.stores += 1
+        self.stats.stored_tokens += BLOCK_IDS
 
     def _used(self, blocks: list[Any]) -> None:
         """Releases blocks of one row, which become the latest used, on disk too."""
@@ -140,6 +203,11 @@ class PrefixMemory(apc.APCManager):  # type: ignore[misc]  # the library has no 
     def _resident_bytes_locked(self) -> int:
         whole = sum(_entry_bytes(entry) for entry in self._exact_cache.values())
         return len(self.hash_table) * self._block_bytes + whole
+
+
+def _span(index: int) -> slice:
+    """The ids of a block."""
+    return slice(index * BLOCK_IDS, (index + 1) * BLOCK_IDS)
 
 
 def _entry_bytes(entry: Any) -> int:
