@@ -17,6 +17,7 @@ class Reader:
     """Follows one job of a synthetic worker through the public producer, from its start.
 
     error   what ended the reading before a terminal event, if anything did
+    ids     all token ids so far
     """
 
     def __init__(self, producer: Producer, job: JobHandle, tokens: int) -> None:
@@ -24,6 +25,7 @@ class Reader:
         self.job = job
         self.tokens = tokens
         self.error: MlxqError | None = None
+        self.ids: list[int] = []
         self._producer = producer
         self._seen: list[tuple[float, Event]] = []
         self._task = asyncio.create_task(self._read())
@@ -33,17 +35,14 @@ class Reader:
         try:
             async for event in self.job.events():
                 self._seen.append((now(), event))
+                if isinstance(event, Token):
+                    self.ids += event.ids
         except MlxqError as error:
             self.error = error
 
     @property
     def events(self) -> list[Event]:
         return [event for _, event in self._seen]
-
-    @property
-    def ids(self) -> list[int]:
-        """All token ids so far."""
-        return [token for event in self.events if isinstance(event, Token) for token in event.ids]
 
     @property
     def worker(self) -> str:

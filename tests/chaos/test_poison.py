@@ -101,10 +101,11 @@ async def test_a_suspect_is_given_room(house: House) -> None:
     """
     await house.start("busy")
     lasting = await house.submit_many(house.max_batch - 1, tokens=FOREVER)
-    await house.submit_many(1, tokens=300)
+    [last] = await house.submit_many(1, tokens=FOREVER)  # leaves the victim the suspect
     await house.start("victim")
     suspect = await house.submit("die@prefill/1", tokens=20)
     await house.death("victim")
+    assert await last.job.abort() == "aborted"
     await suspect.end()
     assert isinstance(suspect.terminal, Done)
     for job in lasting:

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 KINDS = ("valkey", "redis", "cluster", "sentinel")
 GUARD_S = 90.0
 LEASE_S = 1.0
+STEP_MS = 20  # slow: a job of some hundred tokens outlasts the start of a worker
 
 
 @pytest.fixture(params=KINDS)
@@ -58,7 +59,8 @@ class Workers:
     def start(self, name: str) -> None:
         command = [sys.executable, "-m", "ops.lib.synthetic", "--redis", self._deployment.url]
         command += ["--queue", self._queue, "--shards", str(self._deployment.shards)]
-        command += ["--name", name, "--lease-s", str(LEASE_S), "--max-batch", "8", "--step-ms", "5"]
+        command += ["--name", name, "--lease-s", str(LEASE_S)]
+        command += ["--max-batch", "8", "--step-ms", str(STEP_MS)]
         with open(self._folder / f"{name}.log", "ab") as log:
             self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
 
@@ -119,7 +121,7 @@ async def test_stream_kill_abort_drain(
         for job in first:
             assert await _check(job, 30) == {"one"}
 
-        long = [await producer.submit(prompt="Hi", max_tokens=600) for _ in range(6)]
+        long = [await producer.submit(prompt="Hi", max_tokens=400) for _ in range(6)]
         for job in long:
             await anext(aiter(job))
         assert await long[0].abort() == "aborted"
@@ -128,14 +130,14 @@ async def test_stream_kill_abort_drain(
         await _serving(producer, "two")
         workers.kill("one")
         for job in long[1:]:
-            assert await _check(job, 600) == {"one", "two"}
+            assert await _check(job, 400) == {"one", "two"}
 
-        last = await producer.submit(prompt="Hi", max_tokens=3_000)
+        last = await producer.submit(prompt="Hi", max_tokens=750)
         await anext(aiter(last))
         workers.start("three")
         await _serving(producer, "three")
         draining = asyncio.create_task(asyncio.to_thread(workers.drain, "two"))
-        assert await _check(last, 3_000) <= {"two", "three"}
+        assert await _check(last, 750) <= {"two", "three"}
         assert await draining == 0
         status = await producer.status()
     assert sum(status.jobs.values()) == 0 and status.dead == 0
@@ -157,10 +159,10 @@ async def test_failover_in_mid_stream(
     master, replica = deployment.servers
     workers.start("one")
     await _serving(producer, "one")
-    jobs = [await producer.submit(prompt="Hi", max_tokens=1_500) for _ in range(4)]
+    jobs = [await producer.submit(prompt="Hi", max_tokens=375) for _ in range(4)]
     for job in jobs:
         await anext(aiter(job))
-    checks = [asyncio.create_task(_check(job, 1_500)) for job in jobs]
+    checks = [asyncio.create_task(_check(job, 375)) for job in jobs]
     await asyncio.to_thread(_hand_over, master.port, replica.port)
     async with asyncio.timeout(GUARD_S):
         await asyncio.gather(*checks)

@@ -76,8 +76,8 @@ def test_rows_in_batches_of_their_own_are_exact(tmp_path: Path, kind: str, first
     loaded = LoadedModel(network, loaded.info)  # type: ignore[arg-type]
     rig = Rig(loaded, max_batch=ROWS + 2, prefill_step=256, kv_cost=measure(loaded.network))
     requests = {
-        "long": [request(f"long {n}", prompt_of(LONG + n, n), max_tokens=60) for n in range(2)],
-        "short": [request(f"{n}", prompt_of(SHORT + n, n), max_tokens=40) for n in range(ROWS)],
+        "long": [request(f"long {n}", prompt_of(LONG + n, n), max_tokens=30) for n in range(2)],
+        "short": [request(f"{n}", prompt_of(SHORT + n, n), max_tokens=20) for n in range(ROWS)],
     }
     second = {"long": "short", "short": "long"}[first]
     rig.admit(*requests[first])

@@ -13,7 +13,7 @@ from tests.load.memory import MIB, check, held_bytes, peak_used_bytes, rss_bytes
 from tests.server import Server
 
 STREAMS = 256
-TOKENS = 200
+TOKENS = 80
 
 
 async def test_256_streams_in_one_producer(

@@ -16,6 +16,8 @@ from tests.model.network import ScriptFailed
 from tests.model.schedule import run_schedule
 from tests.server import Server
 
+pytestmark = pytest.mark.any_server
+
 # The kind of schedule in which each guard is missed soonest.
 BITES: dict[str, Mix] = {
     "dup": CALLS,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ops.lib.bench.main import main
 from ops.lib.bench.measure import Spread, cpu_s, percentile
 from ops.lib.bench.through_redis import METRICS
 from ops.lib.bench.workload import MOST_JOBS, PROMPTS, Run, Trace, Workload, check
@@ -122,11 +123,17 @@ def assert_spread(spread: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--jobs", "129"], ["--tokens", "1"], ["--rounds", "none"]])
-def test_bad_sizes_are_refused_in_one_line(arguments: list[str]) -> None:
-    done = bench("engine", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        f"ops/bench engine: error: argument {arguments[0]}"
+def test_bad_sizes_are_refused_in_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ops/bench", "engine", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith(f"ops/bench engine: error: argument {arguments[0]}")
     )
 
 

@@ -49,7 +49,7 @@ def test_ci_demands_redis_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tests on redis-server" not in [stage.name for stage in checks.stages([])]
     monkeypatch.setenv("CI", "true")
     [redis] = [stage for stage in checks.stages([]) if stage.name == "tests on redis-server"]
-    assert redis.environment == {"MLXQ_TEST_SERVER": "redis"}
+    assert redis.environment["MLXQ_TEST_SERVER"] == "redis"
 
 
 def test_sigterm_ends_the_running_stage() -> None:

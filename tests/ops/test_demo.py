@@ -15,17 +15,27 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ops.lib.arguments import LEAST_TOKENS
 from ops.lib.demo_view import Board, LiveView, Pane, PlainView, summary
+from tests.engine.tiny import make_tiny_model
 from tests.ops.processes import all_gone
 
 ROOT = Path(__file__).parents[2]
 DEMO = "from ops.lib.demo import main; raise SystemExit(main())"
+ON_A_MODEL = """
+import sys
+from pathlib import Path
+from ops.lib import demo
+
+demo.demo_model = lambda folder=Path(sys.argv.pop(1)): folder
+raise SystemExit(demo.main())
+"""
 
 
 @contextmanager
-def demo() -> Iterator[subprocess.Popen[str]]:
+def demo(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`ops/demo --plain`, killed in the end if the test has not seen it through."""
-    command = [sys.executable, "-c", DEMO, "--plain"]
+    command = [sys.executable, "-c", program, *arguments, "--plain"]
     environment = {**os.environ, "COLUMNS": "120"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
@@ -46,7 +56,7 @@ def pids_in(text: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_demo_aborts_one_kills_a_worker_and_loses_nothing() -> None:
-    with demo() as process:
+    with demo(DEMO, "--max-tokens", str(LEAST_TOKENS)) as process:
         out, _ = process.communicate()
     assert process.returncode == 0, out
     rows = [line.split() for line in out.splitlines() if re.match(r" +\d +\w", line)]
@@ -59,11 +69,10 @@ def test_demo_aborts_one_kills_a_worker_and_loses_nothing() -> None:
     assert all_gone(pids_in(out))
 
 
-@pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_ctrl_c_in_mid_stream_ends_all_processes() -> None:
-    with demo() as process:
+def test_ctrl_c_in_mid_stream_ends_all_processes(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny")
+    with demo(ON_A_MODEL, str(model), "--max-tokens", "400") as process:
         assert process.stdout is not None
         seen = ""
         for line in process.stdout:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ops.lib.model import demo_model
 from ops.lib.stack import Stack
 from tests.ops.processes import alive, all_gone
 
@@ -56,10 +55,8 @@ def test_nothing_is_left_behind(number: signal.Signals, status: int) -> None:
     assert all_gone(pids)
 
 
-@pytest.mark.model
-@pytest.mark.slow
 async def test_a_worker_of_the_same_name_is_waited_for_anew(queue: str) -> None:
-    with Stack(demo_model(), queue) as stack:
+    with Stack(None, queue) as stack:
         stack.start_worker("mac")
         await stack.serving("mac")
         stack.kill("mac")  # its hash stays for some seconds

@@ -62,7 +62,7 @@ class Environment:
 
     def install(self, *what: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.python)]
-        quiet = ["--disable-pip-version-check", "--quiet"]
+        quiet = ["--disable-pip-version-check", "--quiet", "--no-compile"]
         done = subprocess.run([*pip, "install", *quiet, *what], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 

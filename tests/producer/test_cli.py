@@ -26,6 +26,8 @@ from tests.producer.hand import HandWorker
 from tests.proxy import Proxy
 from tests.server import Server, free_port
 
+pytestmark = pytest.mark.any_server
+
 # What a shell has put in the background ignores SIGINT, and its children inherit that.
 HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 MAIN = f"{HEED_CTRL_C}; from mlxq.producer.cli import main; main()"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
@@ -25,7 +25,9 @@ from ops.lib.bootstrap import ROOT
 from ops.lib.fuzz.draw import KNOWN
 from ops.lib.fuzz.inputs import inputs
 from ops.lib.fuzz.targets import TARGETS
-from tests.server import Server
+
+if TYPE_CHECKING:  # a module that has it is run again on redis-server, all of it
+    from tests.server import Server
 
 BRIEFLY = settings(
     max_examples=150,

@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 
+import pytest
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
@@ -16,6 +17,8 @@ from mlxq.producer.commands import app
 from mlxq.protocol.keys import Keys
 from tests.producer.hand import HandWorker
 from tests.server import Server
+
+pytestmark = pytest.mark.any_server
 
 MAIN = "import sys; from mlxq.producer.cli import main; sys.exit(main())"
 ORDER = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\r"

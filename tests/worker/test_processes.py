@@ -20,11 +20,8 @@ from tests.worker.processes import START_S, WorkerProcess
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 # Prefill and decode differ in the last bits of a float, which decides a draw that is nearly a tie.
-# With these seeds no draw of the forty jobs is: noise of 2e-4 on the logits changes none of them.
-SEEDS = (
-    *(40, 2, 164, 446, 208, 770, 372, 294, 656, 178),
-    *(220, 662, 304, 106, 28, 630, 232, 74, 836, 158),
-)
+# With these seeds no draw of the twenty jobs is: noise of 2e-4 on the logits changes none of them.
+SEEDS = (40, 2, 164, 446, 208, 770, 372, 294, 656, 178)
 
 Start = Callable[..., WorkerProcess]
 
@@ -45,13 +42,13 @@ async def _read(producer: Producer, job_id: str) -> list[str]:
     return [event.id async for event in producer.attach(job_id).events()]
 
 
-async def test_forty_jobs_over_two_workers_that_are_killed_three_times_each(
+async def test_twenty_jobs_over_two_workers_that_are_killed_three_times_each(
     server: Server, queue: str, client: Redis, worker: Start
 ) -> None:
     jobs: dict[str, dict[str, Any]] = {
         f"job{n}": {"prompt": f"{n} the fox", "max_tokens": 200 + 5 * n, "ignore_eos": True}
         | ({"temperature": 0} if n % 2 else {"seed": SEEDS[n // 2]})
-        for n in range(40)
+        for n in range(20)
     }
     calm = Submitter(client, f"{queue}-calm")
     with worker("calm", "--max-batch", "8", on=f"{queue}-calm") as alone:
