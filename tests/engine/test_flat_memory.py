@@ -15,7 +15,7 @@ from mlxq.worker.engine.request import Admit, SamplingParams
 from tests.engine.rig import GREEDY, Rig, prompt_of, request
 from tests.engine.tiny import make_tiny_model
 
-ROUNDS = 8
+ROUNDS = 20  # of 100 jobs each
 SAMPLINGS = (
     GREEDY,
     SamplingParams(seed=1, top_p=0.9),
@@ -64,6 +64,7 @@ def drain(rig: Rig, count: int, seed: int) -> int:
     return mx.get_active_memory()
 
 
+@pytest.mark.slow
 def test_memory_is_flat(tmp_path: Path) -> None:
     loaded = load_model(str(make_tiny_model(tmp_path)))
     cost = measure(loaded.network)
@@ -76,7 +77,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     )
     before = drain(rig, 60, seed=0)
     for seed in range(1, ROUNDS + 1):
-        assert drain(rig, 100, seed) <= 1.01 * before
+        assert drain(rig, 100, seed) <= 1.02 * before
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1"])
