@@ -42,7 +42,7 @@ class Counting:
 
 
 def groups(most_padding: int) -> DecodeGroups:
-    return DecodeGroups(None, CacheOptions(), token_bytes=1, weight_bytes=most_padding)
+    return DecodeGroups(None, CacheOptions(), token_bytes=1, pass_bytes=most_padding)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def groups(most_padding: int) -> DecodeGroups:
         ([100] * 3 + [50] * 3, 100, [(5, 100), (1, 50)]),
     ],
 )
-def test_rows_part_where_padding_exceeds_the_weights(
+def test_rows_part_where_padding_takes_longer_than_a_pass(
     lengths: list[int], most_padding: int, parts: list[tuple[int, int]]
 ) -> None:
     assert groups(most_padding).padded(lengths) == parts
 
 
 def test_rows_never_part_where_positions_cost_nothing() -> None:
-    free = DecodeGroups(None, CacheOptions(), token_bytes=0, weight_bytes=10)
+    free = DecodeGroups(None, CacheOptions(), token_bytes=0, pass_bytes=10)
     assert free.padded([1, 10_000]) == [(2, 10_000)]
 
 

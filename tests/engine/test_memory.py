@@ -252,7 +252,7 @@ def test_flags_reach_the_engine(
         assert by_default.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
         assert not list(tmp_path.iterdir())
         batch = loads[1]()
-        batch._prefix_cache.close()
+        batch._prefixes.close()
         bounded = batch.info
         assert bounded.kv_bytes_per_token == 0
         assert bounded.kv_row_bytes == 64 * by_default.kv_bytes_per_token

@@ -16,12 +16,16 @@ from mlxq.worker.engine.models import LoadedModel
 from mlxq.worker.engine.pace import Pace
 from mlxq.worker.engine.prefill import Chunk, Prefill, Ready
 from mlxq.worker.engine.prefix_cache import PrefixCache
-from mlxq.worker.engine.probe import learn_pace, probe
+from mlxq.worker.engine.prefixes import Prefixes
+from mlxq.worker.engine.probe import learn_pace, pass_bytes, probe
 from mlxq.worker.engine.request import NO_BOUND, Admit, Output, RowKey
 from mlxq.worker.engine.row import Row
 from mlxq.worker.engine.row_cache import CacheOptions
 from mlxq.worker.engine.turns import Turns
 from mlxq.worker.engine.waiting import Waiting
+
+PADDING_PART = 8
+"""Of the memory of rows no more than this part may be lost to the padding of a batch."""
 
 _log = structlog.get_logger()
 
@@ -66,7 +70,10 @@ class MlxBatch:
         self._kv_cost = kv_cost or KvCost(0, 0)
         self._prefill_cost = prefill_cost or self._kv_cost
         self._budget_bytes = budget_bytes
-        self._prefix_cache = prefix_cache or PrefixCache.of(self._network, "", memory_bytes=0)
+        self._prefixes = Prefixes(
+            prefix_cache or PrefixCache.of(self._network, "", memory_bytes=0),
+            quantises=self._options.kv_bits is not None,
+        )
         # Quantised layers are made of a single row's, one row at a time.
         self._side_by_side = loaded.network.padding_is_exact and self._options.kv_bits is None
         self._arrivals = count()
@@ -79,7 +86,7 @@ class MlxBatch:
             self._network,
             self._options,
             token_bytes=self._kv_cost.bytes_per_token,
-            weight_bytes=model_bytes(self._network),
+            pass_bytes=model_bytes(self._network),
         )
         self._cancelled: list[Row] = []
         self._outbox: list[Output] = []
@@ -137,7 +144,7 @@ class MlxBatch:
 
     def close(self) -> None:
         """Frees rows and model; the thread must then end, and its streams with it."""
-        self._prefix_cache.close()
+        self._prefixes.close()
         self._waiting.clear()
         self._cancelled.clear()
         self._network = None
@@ -149,11 +156,13 @@ class MlxBatch:
         probe(self._network, self._options, max_batch=self._max_batch)
 
     def warm_up(self) -> None:
-        """The probe, and a prompt that nobody sent, for the pace; raises if the engine is broken.
+        """The probe, and rows that nobody sent, for the pace; raises if the engine is broken.
 
         So the first job neither waits for kernels to be compiled nor is read in small chunks.
         """
         self.probe()
+        readable = min(pass_bytes(self._network, self._options), self._budget_bytes // PADDING_PART)
+        self._decoding.pass_bytes = max(self._decoding.pass_bytes, readable)
         learn_pace(self._pace, self._network, self._options, self.info.context_length)
 
     def _refusal(self, request: Admit) -> str:
@@ -188,26 +197,11 @@ class MlxBatch:
 
     def _leave(self, rows: list[Row]) -> None:
         """Rows leave for good; the prefix cache gets what is new to it of what they have read."""
-        wanted = [row for row in rows if self._wants(row, row.length)]
-        if self._prefix_cache.in_blocks:
-            for row in wanted:
-                self._keep_prefix(row, *self._decoding.lend(row))
-        else:
-            for row, (cache, held) in self._decoding.extract(wanted).items():
-                self._keep_prefix(row, cache, held)
+        self._prefixes.keep_leaving(rows, self._decoding)
         self._decoding.leave(rows)
 
     def _join(self, ready: Ready) -> None:
-        rows = ready.rows
-        if self._prefix_cache.in_blocks:
-            for place, row in enumerate(rows):
-                own = place if ready.merged else None
-                self._keep_prefix(row, ready.cache, row.length - 1, own)
-        elif any(row.length - 1 in row.stops and self._wants(row, row.length - 1) for row in rows):
-            each = range(len(rows))
-            found = caches.extract(ready.cache, each) if ready.merged else [ready.cache]
-            for row, cache in zip(rows, found, strict=True):
-                self._keep_prefix(row, cache, row.length - 1)
+        self._prefixes.keep_ready(ready)
         self._decoding.join(ready)
 
     # Slots and memory
@@ -261,7 +255,7 @@ class MlxBatch:
         else:
             self._prefilling.give_back(victim)
         if victim.cache is not None:
-            self._keep_prefix(victim, victim.cache, victim.held)
+            self._prefixes.keep_own(victim, victim.cache, victim.held)
             if self._bytes_with(row) + caches.kv_bytes(victim.cache) > self._budget_bytes:
                 victim.cache = None
                 self._outbox.append(Output(victim.key, [], "preempted"))
@@ -301,8 +295,7 @@ class MlxBatch:
             return None
         if chunk.ready is None:
             self._prefilling.put_back(prefill)
-            if prefill.held in prefill.rows[0].stops:
-                self._keep_prefix(prefill.rows[0], prefill.cache, prefill.held)
+            self._prefixes.keep_stop(prefill)
         return chunk
 
     def _isolate(self, rows: list[Row], error: Exception) -> None:
@@ -326,19 +319,5 @@ class MlxBatch:
         if row.begun:
             return
         row.begun = True
-        ids, salt = row.ids, row.request.cache_salt
-        if (hit := self._prefix_cache.take(ids, salt)) is not None:
-            row.cache, row.held = hit.cache, hit.length
-        row.stops = self._prefix_cache.checkpoints(ids, row.held, salt)
+        self._prefixes.take(row)
         self._outbox.append(Output(row.key, [], cached=row.held))
-
-    def _wants(self, row: Row, held: int) -> bool:
-        """Whether a copy of what a row has read would be kept; quantised layers never are."""
-        if self._options.kv_bits is not None and row in self._decoding.rows:
-            return False
-        return self._prefix_cache.wants(row.ids[:held], row.request.cache_salt)
-
-    def _keep_prefix(
-        self, row: Row, cache: caches.Cache, held: int, place: int | None = None
-    ) -> None:
-        self._prefix_cache.put(row.ids[:held], cache, row.request.cache_salt, place=place)

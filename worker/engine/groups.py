@@ -19,19 +19,20 @@ class DecodeGroups:
 
     The rows of a batch are padded to the longest: each takes its memory, and attention reads it. A
     long row among many short ones would make all of them slow, and take many times what it needs.
-    Another batch costs one more pass over the weights. A decode step takes as long as it reads
-    memory, so rows part where the padding would be more bytes than the weights are.
+    Another batch costs one more pass. So rows part where to read the padding would take longer.
 
-    token_bytes   keys and values of one position of one row
-    weight_bytes  what a forward pass reads besides
+    token_bytes  keys and values of one position of one row
+    pass_bytes   what can be read in the time of a forward pass: the weights, and more where the
+                 host or the launch of kernels takes longer than they do
     """
 
     def __init__(
-        self, network: Any, options: CacheOptions, *, token_bytes: int, weight_bytes: int
+        self, network: Any, options: CacheOptions, *, token_bytes: int, pass_bytes: int
     ) -> None:
         self._network = network
         self._options = options
-        self._most_padding = weight_bytes // token_bytes if token_bytes else None
+        self._token_bytes = token_bytes
+        self.pass_bytes = pass_bytes
         self._batches: list[DecodeBatch] = []
 
     @property
@@ -113,7 +114,7 @@ class DecodeGroups:
             self._batches.remove(other)
 
     def _may_have(self, padding: int) -> bool:
-        return self._most_padding is None or padding <= self._most_padding
+        return padding * self._token_bytes <= self.pass_bytes
 
 
 def _with_lengths(batch: DecodeBatch) -> tuple[DecodeBatch, list[int]]:

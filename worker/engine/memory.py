@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,6 +20,9 @@ PREFIX_SHARE = 0.1
 MAX_CACHE_LIMIT_BYTES = 8 << 30
 CLEAR_STEPS = 256
 IDLE_CACHE_BYTES = 64 << 20
+MEASURED_BYTES = 512 << 20
+"""Much larger than any cache of a processor."""
+
 GROWTH_IDS = 256
 """Attention caches grow by so many positions at a time, a batch from wherever it began."""
 
@@ -125,6 +129,21 @@ def model_bytes(network: Any) -> int:
     """Of all weights, before or after they are loaded."""
     parameters = tree_flatten(network.model.parameters())
     return sum(array.nbytes for _, array in parameters)
+
+
+def readable_bytes(seconds: float) -> int:
+    """What a GPU can read in this time; 0 on a CPU, where attention is not bound by memory."""
+    if mx.default_device() == mx.cpu:
+        return 0
+    array = mx.zeros(MEASURED_BYTES, mx.uint8)
+    took_s = []
+    for _ in range(4):
+        mx.eval(array)
+        started_at = time.perf_counter()
+        array = array + 1  # reads and writes all of it
+        mx.eval(array)
+        took_s.append(time.perf_counter() - started_at)
+    return int(seconds / min(took_s) * 2 * MEASURED_BYTES)
 
 
 def set_limits(plan: MemoryPlan) -> None:

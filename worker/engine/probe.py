@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
 
 from mlxq.worker.engine.decode import DecodeBatch
+from mlxq.worker.engine.memory import readable_bytes
 from mlxq.worker.engine.pace import LEAST_IDS, Pace
 from mlxq.worker.engine.prefill import Prefill
 from mlxq.worker.engine.request import Admit, RowKey, SamplingParams
 from mlxq.worker.engine.row import Row
 from mlxq.worker.engine.row_cache import CacheOptions
 
+STEPS = 9
 LEARN_IDS, LEARN_CHUNKS, LEARN_S = 4096, 3, 1.0
 
 _EVERYTHING = SamplingParams(
@@ -44,6 +47,20 @@ def probe(network: Any, options: CacheOptions, *, max_batch: int) -> None:
             batch.join(ready)
         while batch.rows:
             batch.step()
+
+
+def pass_bytes(network: Any, options: CacheOptions) -> int:
+    """What can be read in the time of a decode step of a single short row."""
+    batch, took_s = DecodeBatch(network, options), []
+    request = Admit(RowKey("step", 0), [0, 0], [], STEPS, _GREEDY, frozenset())
+    ready = Prefill(network, [Row(request)], options).read(1).ready
+    assert ready is not None
+    batch.join(ready)
+    while batch.rows:
+        started_at = time.perf_counter()
+        batch.step()
+        took_s.append(time.perf_counter() - started_at)
+    return readable_bytes(median(took_s))
 
 
 def learn_pace(pace: Pace, network: Any, options: CacheOptions, context_length: int) -> None:
