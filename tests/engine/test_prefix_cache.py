@@ -643,7 +643,8 @@ def test_a_cache_that_does_not_hold_the_ids_is_refused(plain: Network) -> None:
     assert prefixes.stats().kv_bytes > 0
 
 
-def test_rows_extracted_from_a_batch_are_kept(plain: Network) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_rows_of_a_batch_are_kept(plain: Network, in_place: bool) -> None:
     """A short and a long row beside each other: no padding of the batch gets into the cache."""
     prompts = [prompt_of(70), prompt_of(150, 1)]
     rows = [plain.make_cache() for _ in prompts]
@@ -655,10 +656,28 @@ def test_rows_extracted_from_a_batch_are_kept(plain: Network) -> None:
     prefixes = of(plain)
     for index, row in enumerate(caches.extract(batch, [0, 1])):
         prompt = prompts[index]
-        prefixes.put(prompt + drawn[index : index + 1], row)
+        held = prompt + drawn[index : index + 1]
+        if in_place:
+            prefixes.put(held, batch, place=index)
+        else:
+            prefixes.put(held, row)
         output, reused = serve(plain, prefixes, prompt)
         assert output == cold(plain, prompt)
         assert reused == (len(prompt) - 1) // BLOCK_IDS * BLOCK_IDS
+
+
+def test_a_prompt_that_is_still_read_is_shared(models: Callable[[str], LoadedModel]) -> None:
+    """Its blocks are kept chunk by chunk, for those that begin with it and arrive meanwhile."""
+    loaded = models("plain")
+    rig = Rig(loaded, prefill_step=80, prefix_cache=of(loaded.network))
+    prompt = prompt_of(300)
+    rig.admit(request("first", prompt))
+    rig.step(2)
+    rig.admit(request("second", [*prompt[:250], 5], priority=0))
+    rig.finish()
+    assert rig.cached == {"first": 0, "second": 128}
+    for name, ids in (("first", prompt), ("second", [*prompt[:250], 5])):
+        assert rig.ids[name] == cold(loaded.network, ids, 16)
 
 
 def test_quantised_rows_are_not_kept(networks: Callable[[str], Network]) -> None:

@@ -295,7 +295,7 @@ class MlxBatch:
             return None
         if chunk.ready is None:
             self._prefilling.put_back(prefill)
-            self._prefixes.keep_stop(prefill)
+            self._prefixes.keep_read(prefill)
         return chunk
 
     def _isolate(self, rows: list[Row], error: Exception) -> None:

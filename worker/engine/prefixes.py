@@ -36,10 +36,11 @@ class Prefixes:
         """Of a row with a cache of its own, which holds so many of its ids."""
         self._cache.put(row.ids[:held], cache, row.request.cache_salt)
 
-    def keep_stop(self, prefill: Prefill) -> None:
-        """Of a prefill between two chunks, if it has come to where others may find it."""
-        if prefill.held in prefill.rows[0].stops:
-            self.keep_own(prefill.rows[0], prefill.cache, prefill.held)
+    def keep_read(self, prefill: Prefill) -> None:
+        """Of a single row between two chunks; blocks at once, for all at the end take long."""
+        row = prefill.rows[0]
+        if self._cache.in_blocks or prefill.held in row.stops:
+            self.keep_own(row, prefill.cache, prefill.held)
 
     def keep_ready(self, ready: Ready) -> None:
         """Of rows that have read all ids but their last."""
