@@ -15,7 +15,6 @@ says "not here" (`is_misplaced`) is answered by dropping the connections.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from redis.exceptions import (
 )
 
 from mlxq.protocol.scripts import PublishCommand
+from mlxq.protocol.timeouts import ReplyTimeout
 
 LOOKUP_S = 2.0
 _URL = re.compile(
@@ -146,7 +146,7 @@ class Locator:
         trouble, cause = "no node knows it", None
         for node in list(self._nodes):
             try:
-                async with asyncio.timeout(LOOKUP_S):
+                async with ReplyTimeout(LOOKUP_S):
                     found = await self._ask_node(node)
             except (RedisError, OSError, TimeoutError) as error:
                 trouble, cause = f"{node.host}:{node.port}: {error or 'no answer'}", error
@@ -160,7 +160,14 @@ class Locator:
         raise ConnectionError(f"the Redis server cannot be found: {trouble}") from cause
 
     async def _ask_node(self, node: Address) -> Address | None:
-        client = Redis(host=node.host, port=node.port, retry=Retry(NoBackoff(), 0), **self._login)
+        client = Redis(
+            host=node.host,
+            port=node.port,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=None,  # `locate` has the timeout
+            socket_connect_timeout=None,
+            **self._login,
+        )
         try:
             return await self._ask(client, node)
         finally:
