@@ -23,6 +23,7 @@ from mlxq.protocol.jobs import Job, Message, encode_job
 from mlxq.protocol.keys import LANES, Lane, check_job_id, shard_names, shard_of
 from mlxq.protocol.scripts import Call, Enqueued, PublishCommand, run
 from mlxq.protocol.servers import publish_command
+from mlxq.protocol.timeouts import ReplyTimeout
 
 log = logging.getLogger("mlxq.producer")
 
@@ -46,7 +47,7 @@ class Producer:
     max_bytes       largest encoded job
     submit_timeout_s  how long a submit or an abort is tried before ServerUnreachable
     max_connections most connections for commands a shard; its subscription has one of its own
-    socket_timeout_s  how long one command waits for its reply
+    socket_timeout_s  how long one command waits for its reply, from when it has a connection
     buffer          most live messages held for one reader; beyond, it rereads the transcript
     """
 
@@ -246,7 +247,7 @@ class Producer:
         now = asyncio.get_running_loop().time
         deadline = now() + self._timeout_s
         try:
-            async with asyncio.timeout_at(deadline):
+            async with ReplyTimeout(self._timeout_s):
                 await feed.subscribed()
         except TimeoutError:
             raise ServerUnreachable(f"not subscribed in time: {shard.hub.trouble}") from None

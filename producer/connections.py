@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -17,6 +17,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from mlxq.protocol.errors import MlxqError, ServerUnreachable
 from mlxq.protocol.servers import connection_options, is_misplaced
+from mlxq.protocol.timeouts import ReplyTimeout
 
 T = TypeVar("T")
 
@@ -47,7 +48,6 @@ class Connections:
         options = {
             "max_connections": max_connections,
             "socket_timeout": socket_timeout_s,
-            "socket_connect_timeout": socket_timeout_s,
             **connection_options(url, key),
             # RESP2: subscriptions then read as plain lists, and no handshake is needed.
             "protocol": 2,
@@ -55,12 +55,16 @@ class Connections:
             "health_check_interval": 0,
             "retry": Retry(NoBackoff(), 0),
         }
-        # `_try` has the timeout instead: redis-py would use asyncio.wait_for, which on Python
-        # 3.11 may swallow the cancellation of a task that is just sending.
+        # Timed out here instead: redis-py would use asyncio.wait_for, which on Python 3.11 may
+        # swallow the cancellation of a task that is just sending, and count a stall of the loop.
         self._reply_s = options.pop("socket_timeout")
-        self._pool = BlockingConnectionPool(**options, timeout=None, socket_timeout=None)
+        options |= {"socket_timeout": None, "socket_connect_timeout": None}
+        self._pool = ConnectionPool(**options)
         self._client = Redis.from_pool(self._pool)
-        self._asking: set[asyncio.Timeout] = set()
+        # Each action uses one connection at a time. Waited for here, not in the pool: the wait
+        # must not count as the server's.
+        self._free = asyncio.Semaphore(self._pool.max_connections)
+        self._asking: set[ReplyTimeout] = set()
         self._nobody_asks = asyncio.Event()
         self._closed = False
         self._down = False
@@ -102,27 +106,33 @@ class Connections:
         raise closed()
 
     async def _try(self, action: Callable[[Redis], Awaitable[T]], deadline: float | None) -> T:
-        by = asyncio.get_running_loop().time() + self._reply_s
-        timeout = asyncio.timeout_at(by if deadline is None else min(by, deadline))
-        self._asking.add(timeout)
+        now = asyncio.get_running_loop().time
+        allowed = ReplyTimeout(None if deadline is None else deadline - now())
+        self._asking.add(allowed)
         try:
-            async with timeout:
+            async with allowed, self._free, ReplyTimeout(self._reply_s):
                 return await action(self._client)
         finally:
-            self._asking.remove(timeout)
+            self._asking.remove(allowed)
             if not self._asking:
                 self._nobody_asks.set()
 
-    def subscription(self) -> AbstractConnection:
-        """A connection apart from the pool, not yet connected. It has no timeout of its own."""
-        return self._pool.connection_class(**self._pool.connection_kwargs)
+    async def subscription(self) -> AbstractConnection:
+        """A new connection apart from the pool. It has no timeout of its own."""
+        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        try:
+            async with ReplyTimeout(self._reply_s):
+                await connection.connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        return connection
 
     async def aclose(self) -> None:
         """Ends all commands under way and closes the connections. May be called again."""
         self._closed = True
-        for timeout in self._asking:
-            if not timeout.expired():
-                timeout.reschedule(0)
+        for allowed in self._asking:
+            allowed.expire()
         if self._asking:
             self._nobody_asks.clear()
             await self._nobody_asks.wait()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from redis.asyncio.connection import AbstractConnection
 
 from mlxq.producer.connections import REFUSALS, backoff_s, closed
 from mlxq.protocol.errors import ServerUnreachable
+from mlxq.protocol.timeouts import PARTS
 
 log = logging.getLogger("mlxq.producer")
 
@@ -122,7 +123,7 @@ class Hub:
 
     def __init__(
         self,
-        connect: Callable[[], AbstractConnection],
+        connect: Callable[[], Awaitable[AbstractConnection]],
         keepalive: str,
         *,
         sharded: bool,
@@ -138,7 +139,7 @@ class Hub:
         self._acknowledged: set[str] = set()
         self._changed: set[str] = set()
         self._wake = asyncio.Event()
-        self._heard_s = 0.0
+        self._heard = False
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.trouble = ""
@@ -203,11 +204,8 @@ class Hub:
                     feed.refuse(self.trouble)
 
     async def _session(self) -> None:
-        connection = self._connect()
+        connection = await self._connect()
         try:
-            async with asyncio.timeout(SILENCE_S):
-                await connection.connect()  # type: ignore[no-untyped-call]
-            self._heard_s = asyncio.get_running_loop().time()
             async with asyncio.TaskGroup() as parts:
                 parts.create_task(self._read(connection))
                 parts.create_task(self._write(connection))
@@ -216,10 +214,9 @@ class Hub:
             await connection.disconnect(nowait=True)
 
     async def _read(self, connection: AbstractConnection) -> None:
-        now = asyncio.get_running_loop().time
         while True:
             reply = await connection.read_response()
-            self._heard_s = now()
+            self._heard = True
             match reply:
                 case [b"message" | b"smessage", channel, message]:
                     for feed in self._feeds.get(channel.decode(), ()):
@@ -236,12 +233,13 @@ class Hub:
                 feed.acknowledge()
 
     async def _listen_for_silence(self) -> None:
-        now = asyncio.get_running_loop().time
-        while True:
-            left_s = self._heard_s + SILENCE_S - now()
-            if left_s <= 0:
-                raise TimeoutError(f"no answer for {SILENCE_S:g} seconds")
-            await asyncio.sleep(left_s)
+        # In parts, as in ReplyTimeout: a stalled loop has neither asked nor listened.
+        silent = 0
+        while silent < PARTS:
+            self._heard = False
+            await asyncio.sleep(SILENCE_S / PARTS)
+            silent = 0 if self._heard else silent + 1
+        raise TimeoutError(f"no answer for {SILENCE_S:g} seconds")
 
     async def _write(self, connection: AbstractConnection) -> None:
         self._changed = set(self._feeds)

@@ -15,9 +15,9 @@ says "not here" (`is_misplaced`) is answered by dropping the connections.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -37,6 +37,7 @@ from redis.exceptions import (
 )
 
 from mlxq.protocol.scripts import PublishCommand
+from mlxq.protocol.timeouts import ReplyTimeout
 
 LOOKUP_S = 2.0
 _URL = re.compile(
@@ -103,10 +104,23 @@ def connection_options(url: str, key: str) -> dict[str, Any]:
     return options
 
 
+@cache
+def _driver() -> dict[str, Any]:
+    """What a connection tells the server of redis-py, found out once for all of them.
+
+    From 7.2 on each connection would look its version up in the package's files, some ms long.
+    """
+    try:
+        from redis.driver_info import DriverInfo
+    except ImportError:
+        return {}
+    return {"driver_info": DriverInfo()}
+
+
 def _parsed(url: str) -> dict[str, Any]:
     # What urllib and redis-py say of a bad URL may quote it, password and all.
     try:
-        return dict(parse_url(url))
+        return _driver() | dict(parse_url(url))
     except ValueError:
         raise ValueError(
             "bad Redis URL: expected redis://, rediss://, unix://, redis+sentinel:// or "
@@ -119,7 +133,7 @@ def _check(options: dict[str, Any]) -> None:
     for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         if name in options and not Path(options[name]).is_file():
             raise ValueError(f"bad Redis URL: {name}: there is no file {options[name]}")
-    pool_alone = ("connection_class", "max_connections", "timeout")
+    pool_alone = ("connection_class", "max_connections")
     arguments = {name: value for name, value in options.items() if name not in pool_alone}
     try:
         options.get("connection_class", Connection)(**arguments)
@@ -146,7 +160,7 @@ class Locator:
         trouble, cause = "no node knows it", None
         for node in list(self._nodes):
             try:
-                async with asyncio.timeout(LOOKUP_S):
+                async with ReplyTimeout(LOOKUP_S):
                     found = await self._ask_node(node)
             except (RedisError, OSError, TimeoutError) as error:
                 trouble, cause = f"{node.host}:{node.port}: {error or 'no answer'}", error
@@ -160,7 +174,15 @@ class Locator:
         raise ConnectionError(f"the Redis server cannot be found: {trouble}") from cause
 
     async def _ask_node(self, node: Address) -> Address | None:
-        client = Redis(host=node.host, port=node.port, retry=Retry(NoBackoff(), 0), **self._login)
+        client = Redis(
+            host=node.host,
+            port=node.port,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=None,  # `locate` has the timeout
+            socket_connect_timeout=None,
+            **_driver(),
+            **self._login,
+        )
         try:
             return await self._ask(client, node)
         finally:

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from mlxq.protocol.timeouts import ReplyTimeout
 from mlxq.worker.link import UNANSWERED, Backoff, connect
 
 BLOCK_MS = 5_000
+ANSWER_S = BLOCK_MS / 1000 + 5
 
 
 class Doorbell:
@@ -29,7 +31,7 @@ class Doorbell:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(BLOCK_MS / 1000 + 5):
+                    async with ReplyTimeout(ANSWER_S):
                         reply: Any = await self._client.xread({self._key: last}, block=BLOCK_MS)
                 except UNANSWERED:
                     await self._client.connection_pool.disconnect()

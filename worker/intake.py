@@ -12,6 +12,7 @@ import random
 import structlog
 
 from mlxq.protocol.scripts import DONE, Scripts, Take, Taken, look
+from mlxq.protocol.timeouts import ReplyTimeout
 from mlxq.worker.bridge import Bridge
 from mlxq.worker.clock import now_s
 from mlxq.worker.config import Config
@@ -178,7 +179,8 @@ class Intake:
         self._observe_from_s = now_s() + OBSERVE_INTERVAL_S
         key = self._scripts.keys.job(taken.id)
         try:
-            times = await self._link.client.hmget(key, ["created", "taken"])
+            async with ReplyTimeout(self._config.answer_timeout_s):
+                times = await self._link.client.hmget(key, ["created", "taken"])
             created_ms, taken_ms = (int(decoded(time)) for time in times)
         except (*UNANSWERED, ValueError):
             return

@@ -10,6 +10,7 @@ import structlog
 from redis.asyncio import Redis as AsyncRedis
 
 from mlxq.protocol.scripts import DONE, Scripts, run
+from mlxq.protocol.timeouts import ReplyTimeout
 from mlxq.worker.clock import now_s
 from mlxq.worker.config import Config
 from mlxq.worker.engine.request import RowKey
@@ -96,7 +97,7 @@ class LeaseThread(threading.Thread):
         asked_s = now_s()
         try:
             # Half a lease: one that is lost leaves time for another, and a slow line is no loss.
-            async with asyncio.timeout(self._config.lease_s / 2):
+            async with ReplyTimeout(self._config.lease_s / 2):
                 statuses = await run(client, self._scripts.beat(self._config.owner, held))
         except UNANSWERED as error:
             _log.debug("beat_unanswered", error=describe(error))

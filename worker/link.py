@@ -16,12 +16,12 @@ from redis.exceptions import RedisError
 
 from mlxq.protocol.scripts import Call, run
 from mlxq.protocol.servers import connection_options, is_misplaced
+from mlxq.protocol.timeouts import ReplyTimeout
 from mlxq.worker.clock import now_s
 from mlxq.worker.trouble import describe, tls_hint
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 5.0
 WARN_INTERVAL_S = 10.0  # an outage is told of when it begins, and again while it lasts
 
 # What leaves it open whether a request ran: a cut, a timeout or an error reply of any kind.
@@ -45,9 +45,9 @@ class Packing:
 def connect(url: str, key: str) -> AsyncRedis:
     """A client for the server of `key`, in any deployment that `protocol.servers` knows.
 
-    It never repeats a command by itself and has no timeout: put `asyncio.timeout` around what it
-    is asked. redis-py's own would use asyncio.wait_for, which on Python 3.11 may swallow the
-    cancellation of a task that is just sending.
+    It never repeats a command by itself and has no timeout: put `ReplyTimeout` around what it is
+    asked. redis-py's own would use asyncio.wait_for, which on Python 3.11 may swallow the
+    cancellation of a task that is just sending, and take a stall of the loop for silence.
     """
     options = connection_options(url, key)
     kind = options.get("connection_class", Connection)
@@ -56,7 +56,7 @@ def connect(url: str, key: str) -> AsyncRedis:
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": None,
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_connect_timeout": None,
     }
     return AsyncRedis.from_pool(ConnectionPool(max_connections=8, **options))
 
@@ -98,7 +98,7 @@ class Link:
     async def once(self, request: Callable[[], Awaitable[T]]) -> T:
         """Runs a request once. Raises one of UNANSWERED if no answer came."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with ReplyTimeout(self._timeout_s):
                 answer = await request()
         except UNANSWERED as error:
             await self.lost(error)

@@ -24,7 +24,7 @@ async def test_reply_lost(name: str, how: Literal["cut", "silence"], build: Buil
     Promise: 1 2 3. Fails without: script by script, guard `dup` in enqueue.lua; `self._recover =
     True` in intake.py; guard `sequence` in emit.lua; guard `finish_once` in finish.lua; `except
     UNANSWERED` in lease.py and in sweeper.py; `Link.call`, made `call_once`, in `Bridge.release`;
-    the loop in `Connections.ask` for ABORT; for silence, `asyncio.timeout` in `Link.once`.
+    the loop in `Connections.ask` for ABORT; for silence, `ReplyTimeout` in `Link.once`.
     """
     house: House = await build(lease_s=60.0 if how == "cut" and name != "beat" else 3.0)
     for each in NAMES:

@@ -25,6 +25,7 @@ BAD = [
     "redis://u:hunter2\u2100@host",
     "redis://u:hunter2@host/0?socket_timeout=soon",
     "redis://u:hunter2@host/0?unknown=1",
+    "redis://u:hunter2@host/0?timeout=1",  # of a pool that waits, which none here is
     "rediss://u:hunter2@host?ssl_cert_reqs=perhaps",
     "rediss://u:hunter2@host?ssl_ca_certs=/nowhere/ca.pem",
     "redis+sentinel://u:12/hunter2@host/master",
