@@ -1,8 +1,8 @@
 """How long a decode step takes: mlx-lm's BatchGenerator against the worker's batch.
 
 A mix says how the rows choose their ids. Raw, ours and ours with greedy rows hold the same random
-prompts and take turns every few steps, since a machine's speed drifts within seconds. The ratio of
-their median step times in a round is what counts.
+prompts and take turns, since a machine's speed drifts within seconds. The ratio of their median
+step times in a round is what counts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ops.lib.bench.batches import GREEDY, Ask, Makers, Side, Timeline, prompts
 from ops.lib.bench.measure import Spread, columns, in_turn, ratio, tell
 
 WARM_STEPS = 5
-TURN_STEPS = 4
-"""Timed ones of a turn; one before them gets the side going again."""
+SETTLE_STEPS, TURN_STEPS = 4, 12
+"""Of a turn: those that get a side going again, as on CUDA graphs of others took the place of its
+own; and timed ones."""
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.2)
 TOP_PS = (0.8, 0.9, 0.95)
@@ -88,7 +89,7 @@ def step_ms(
     for name, side in sides.items():
         params = asked[name]
         ids = prompts(len(params), [plan.prompt], plan.vocab, number)
-        tokens = 2 * plan.steps + WARM_STEPS + 100
+        tokens = 2 * plan.steps + WARM_STEPS + 100  # more than it takes
         side.admit([Ask(prompt, tokens, each) for prompt, each in zip(ids, params, strict=True)])
         Timeline().run_until(side, range(len(params)), WARM_STEPS)
     taken_ms: dict[str, list[float]] = {name: [] for name in sides}
@@ -96,7 +97,8 @@ def step_ms(
         number += 1
         for name in in_turn(sides, number):
             mx.synchronize()
-            sides[name].step()
+            for _ in range(SETTLE_STEPS):
+                sides[name].step()
             for _ in range(TURN_STEPS):
                 before_s = time.perf_counter()
                 sides[name].step()
