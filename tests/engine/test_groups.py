@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxq.worker.engine.groups import DecodeGroups
-from mlxq.worker.engine.memory import measure, model_bytes
+from mlxq.worker.engine.memory import measure, model_bytes, readable_bytes
 from mlxq.worker.engine.models import LoadedModel, load_model
 from mlxq.worker.engine.row_cache import CacheOptions
 from tests.engine.rig import Rig, greedy_reference, prompt_of, request
@@ -116,3 +116,36 @@ def test_alike_batches_unite(loaded: LoadedModel) -> None:
     assert max(network.steps) == 2 * short + 1
     for n in range(2 * short):
         assert rig.ids[str(n)] == greedy_reference(loaded, prompt_of(5, n), 60)
+
+
+@pytest.mark.parametrize(("budget_in_weights", "is_together"), [(80, True), (8, False)])
+def test_rows_stay_together_where_a_pass_takes_long(
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    budget_in_weights: int,
+    is_together: bool,
+) -> None:
+    """The host is slow: meanwhile ten times the weights are read. But memory is not for padding."""
+    weights = model_bytes(loaded.network)
+    monkeypatch.setattr("mlxq.worker.engine.batch.pass_bytes", lambda *_: 10 * weights)
+    network, cost = Counting(loaded.network), measure(loaded.network)
+    rig = Rig(
+        LoadedModel(network, loaded.info),  # type: ignore[arg-type]
+        max_batch=ROWS + 2,
+        prefill_step=256,
+        kv_cost=cost,
+        budget_bytes=budget_in_weights * weights,
+    )
+    rig.batch.warm_up()
+    network.steps.clear()
+    rows = 1 + 2 * weights // (400 * cost.bytes_per_token)
+    assert rows < ROWS
+    rig.admit(request("long", prompt_of(440), max_tokens=12))
+    rig.step_until("long")
+    rig.admit(*(request(str(n), prompt_of(5, n), max_tokens=12) for n in range(rows)))
+    rig.finish()
+    assert (max(network.steps) == rows + 1) is is_together
+
+
+def test_a_cpu_is_not_bound_by_memory() -> None:
+    assert readable_bytes(1.0) == 0
