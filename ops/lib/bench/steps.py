@@ -99,7 +99,7 @@ def step_ms(
             mx.synchronize()
             for _ in range(SETTLE_STEPS):
                 sides[name].step()
-            for _ in range(TURN_STEPS):
+            for _ in range(min(TURN_STEPS, plan.steps)):
                 before_s = time.perf_counter()
                 sides[name].step()
                 taken_ms[name].append(1e3 * (time.perf_counter() - before_s))
