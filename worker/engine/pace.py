@@ -46,12 +46,12 @@ ENOUGH = 0.8
 MOST_GROWTH, MOST_SHRINK = 4.0, 0.1
 """What a single measurement may do to the size of the next chunk."""
 
-ITSELF = 0.5
-"""The ids of a chunk may take at least so much of what it takes for itself, however few they are:
-smaller chunks would keep rows waiting nearly as long, and more often."""
+FUTILE = 0.75
+"""Of the time of chunks four times as large: those that take more are small for nothing. Their time
+is for themselves, such as for a kernel that is made for each new shape."""
 
-FOR_IDS = 0.25
-"""At least so much of what a chunk took is held for the time of its ids."""
+HOLD = 16
+"""For so many measurements chunks are as large as before, then it is tried again."""
 
 TAIL = 1.25
 """A prompt of up to so many chunks is read in one: a small rest would cost a whole forward pass."""
@@ -75,8 +75,9 @@ class Pace:
 
     One size for chunks that run alone, one for those beside decode steps: each is multiplied by
     what its time may be over what it was. So it settles at the time allowed, whatever a chunk
-    costs for each id, and for each id of context. Beside decode steps the size goes with the time
-    allowed, which changes with the rows that decode, less what a chunk costs for itself.
+    costs for itself, for each id, and for each id of context. Beside decode steps the size goes
+    with the time allowed, which changes with the rows that decode; but it never falls to where a
+    chunk takes as long as a larger one.
 
     Beside decode steps a chunk is not timed by itself: the device works in the order it was told,
     but how far the host runs ahead of it differs between devices. In a run of steps the times
@@ -90,7 +91,6 @@ class Pace:
         self._idle_ids = self._within(FIRST_IDS)
         self._id_s: float | None = None  # of a chunk beside decode steps
         self._alone_id_s: float | None = None  # of the last chunk alone
-        self._itself_s = 0.0  # what a chunk takes however few its ids
         self._steps_s: deque[float] = deque(maxlen=3)
         self._steps_rows = 0  # of the last of these
         self._calm_s: float | None = None
@@ -99,6 +99,9 @@ class Pace:
         self._busy_steps = 0
         self._before: int | None = None
         self._run = _Run()
+        self._last = (0.0, 0.0)  # ids and seconds of the chunks measured last
+        self._floor_ids = 0.0
+        self._held = 0
 
     def size(self, *, decoding: int, reading: int = 1) -> int:
         """Ids of the next chunk, while so many rows decode and so many read prompts that fit it."""
@@ -109,7 +112,7 @@ class Pace:
             return int(self._within(FIRST_IDS))
         crowd = FEW * reading / decoding
         budget_s = max(self._budget_s, min(MOST_S, self._budget_s * crowd))
-        return int(self._within(self._for_ids(budget_s) / id_s))
+        return int(self._within(max(budget_s / id_s, self._floor_ids)))
 
     def ids(self, left: int, *, decoding: int, reading: int = 1) -> int:
         """The same for a single prompt with so many ids left, whether it fits or not."""
@@ -122,10 +125,7 @@ class Pace:
         """A chunk of so many ids took so long by itself; one of none tells nothing."""
         if not ids:
             return
-        if ids <= FIRST_IDS and self._alone_id_s:
-            self._itself_s = max(seconds - ids * self._alone_id_s, 0.0)
-        else:
-            self._alone_id_s = self._less_itself(seconds) / ids
+        self._alone_id_s = seconds / ids
         self._idle_ids = self._steered(self._idle_ids, ids, seconds, IDLE_S)
 
     def step(self, seconds: float, chunk: int | None, *, decoding: int) -> None:
@@ -187,25 +187,21 @@ class Pace:
         """over: ids of the run's chunks that are read after it."""
         alone_s = run.steps * median(self._steps_s)
         chunks_s = max(run.seconds - alone_s, 0.05 * run.seconds)
-        read = sum(run.chunks) / len(run.chunks)
-        each_s = chunks_s * read / (sum(run.chunks) + run.carried - over)
-        allowed_s = self._for_ids(self._budget_s)
-        size = self.size(decoding=1, reading=0)
-        ids_s = self._less_itself(each_s)
-        self._id_s = allowed_s / self._steered(size, read, ids_s, allowed_s)
-        if read < 2 * LEAST_IDS and self._alone_id_s:
-            itself_s = max(each_s - read * self._alone_id_s, 0.0)
-            self._itself_s = (self._itself_s + itself_s) / 2
-        else:
-            self._itself_s -= max(self._itself_s - each_s, 0.0) / 4
+        size = sum(run.chunks) / len(run.chunks)
+        each_s = chunks_s * size / (sum(run.chunks) + run.carried - over)
+        self._compare(size, chunks_s / len(run.chunks))
+        allowed = self.size(decoding=1, reading=0)
+        self._id_s = self._budget_s / self._steered(allowed, size, each_s, self._budget_s)
 
-    def _for_ids(self, budget_s: float) -> float:
-        """What the ids of a chunk may take."""
-        return max(budget_s - self._itself_s, ITSELF * self._itself_s)
-
-    def _less_itself(self, seconds: float) -> float:
-        """What the ids of a chunk took."""
-        return max(seconds - self._itself_s, FOR_IDS * seconds)
+    def _compare(self, size: float, seconds: float) -> None:
+        """Whether smaller chunks than the last ones were of use."""
+        last, its_s = self._last
+        self._last = size, seconds
+        self._held += 1
+        if size <= last / 4 and seconds > FUTILE * its_s:
+            self._floor_ids, self._held = last, 0
+        elif self._held >= HOLD or seconds < its_s / 2:
+            self._floor_ids = 0.0
 
     def _steered(self, size: float, read: float, seconds: float, budget_s: float) -> float:
         """The next size, after a chunk of `read` ids took so long.
@@ -224,7 +220,7 @@ class Pace:
 
 
 def _round(size: int) -> int:
-    """Down to a power of two or one and a half of it: sizes that come again find buffers of
-    theirs."""
+    """Down to a power of two or one and a half of it: sizes that come again find buffers of theirs,
+    and on CUDA plans of their attention."""
     power = 1 << (size.bit_length() - 1)
     return power + power // 2 if 2 * size >= 3 * power > 2 else power

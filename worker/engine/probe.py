@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlxq.worker.engine.decode import DecodeBatch
 from mlxq.worker.engine.memory import readable_bytes
-from mlxq.worker.engine.pace import LEAST_IDS, Pace
+from mlxq.worker.engine.pace import Pace
 from mlxq.worker.engine.prefill import Prefill
 from mlxq.worker.engine.request import Admit, RowKey, SamplingParams
 from mlxq.worker.engine.row import Row
@@ -64,20 +64,15 @@ def pass_bytes(network: Any, options: CacheOptions) -> int:
 
 
 def learn_pace(pace: Pace, network: Any, options: CacheOptions, context_length: int) -> None:
-    """Reads prompts, until it is known what a chunk takes for its ids and for itself.
-
-    A long one, a few chunks and more for a second; then a short one, the first of which may have
-    something to compile.
-    """
-    for length in (LEARN_IDS, LEAST_IDS + 1, LEAST_IDS + 1):
-        prompt = [0] * min(length, context_length)
-        request = Admit(RowKey("pace", 0), prompt, [], 1, _GREEDY, frozenset())
-        prefill = Prefill(network, [Row(request)], options)
-        begun_at, chunks, chunk = time.perf_counter(), 0, None
-        while chunk is None or chunk.ready is None:
-            if chunks >= LEARN_CHUNKS and time.perf_counter() - begun_at > LEARN_S:
-                break
-            started_at, chunks = time.perf_counter(), chunks + 1
-            chunk = prefill.read(pace.ids(prefill.left, decoding=0))
-            mx.eval(chunk.results)
-            pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
+    """Reads a prompt until it is known what a chunk takes: a few chunks, and more for a second."""
+    prompt = [0] * min(LEARN_IDS, context_length)
+    request = Admit(RowKey("pace", 0), prompt, [], 1, _GREEDY, frozenset())
+    prefill = Prefill(network, [Row(request)], options)
+    begun_at, chunks, chunk = time.perf_counter(), 0, None
+    while chunk is None or chunk.ready is None:
+        if chunks >= LEARN_CHUNKS and time.perf_counter() - begun_at > LEARN_S:
+            break
+        started_at, chunks = time.perf_counter(), chunks + 1
+        chunk = prefill.read(pace.ids(prefill.left, decoding=0))
+        mx.eval(chunk.results)
+        pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)

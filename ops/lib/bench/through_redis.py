@@ -25,7 +25,7 @@ from ops.lib.bench.workload import PROMPTS, Run, Workload
 from ops.lib.stack import Stack
 
 WORKER = "bench"
-PREFILL_STEP = 2048  # of both sides, at most; it is the default of both
+PREFILL_STEP = 512  # of both sides, at most
 WARM_TOKENS = 4
 LOW_LOAD_TOKENS = 4
 LEAST_RATIO = 0.95
