@@ -52,8 +52,8 @@ class Outcome:
 
 def stages(pytest_arguments: Sequence[str]) -> list[Stage]:
     python = sys.executable
-    # Two more than there are cores: much of their time tests wait for servers and processes.
-    workers = str(min(max(os.cpu_count() or 2, 2), 8) + 2)
+    # One more than there are cores: half of their time tests wait for servers and processes.
+    workers = str(min(max(os.cpu_count() or 2, 2), 8) + 1)
     tests = [python, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
     # The cores are taken by the processes; threads of BLAS would burn a third more in waiting.
     # Tests start hundreds of processes: images for CI often forbid the files that compile for all.
