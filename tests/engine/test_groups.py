@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from mlxq.worker.engine.groups import DecodeGroups
-from mlxq.worker.engine.memory import measure, model_bytes, readable_bytes
+from mlxq.worker.engine.memory import measure, model_bytes
 from mlxq.worker.engine.models import LoadedModel, load_model
+from mlxq.worker.engine.probe import pass_bytes
 from mlxq.worker.engine.row_cache import CacheOptions
 from tests.engine.rig import Rig, greedy_reference, prompt_of, request
 from tests.engine.tiny import make_tiny_model
@@ -147,5 +148,5 @@ def test_rows_stay_together_where_a_pass_takes_long(
     assert (max(network.steps) == rows + 1) is is_together
 
 
-def test_a_cpu_is_not_bound_by_memory() -> None:
-    assert readable_bytes(1.0) == 0
+def test_a_cpu_is_not_bound_by_memory(loaded: LoadedModel) -> None:
+    assert pass_bytes(loaded.network, CacheOptions()) == 0

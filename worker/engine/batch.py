@@ -255,7 +255,7 @@ class MlxBatch:
         else:
             self._prefilling.give_back(victim)
         if victim.cache is not None:
-            self._prefixes.keep_own(victim, victim.cache, victim.held)
+            self._prefixes.keep(victim, victim.cache, victim.held)
             if self._bytes_with(row) + caches.kv_bytes(victim.cache) > self._budget_bytes:
                 victim.cache = None
                 self._outbox.append(Output(victim.key, [], "preempted"))

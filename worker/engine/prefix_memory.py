@@ -67,56 +67,49 @@ class PrefixMemory(apc.APCManager):  # type: ignore[misc]  # the library has no 
     def put_blocks(
         self, ids: list[int], keys: list[mx.array], values: list[mx.array], salt: int
     ) -> None:
-        """Keeps the full blocks of a row, from its keys and values by layer."""
-        known, length = self.lookup_prefix(ids, salt)
-        self._leased_bytes = len(known) * self._block_bytes
+        """Keeps the full blocks of a row, from its keys and values by layer.
+
+        Those in memory that find room, on disk all. Copies are set going, and nothing waits.
+        """
+        kept, _ = self.lookup_prefix(ids, salt)
+        self._leased_bytes = len(kept) * self._block_bytes
         try:
-            known = known + self.store_kv_blocks(
-                ids, keys, values, extra_hash=salt, skip_first_n_tokens=length
-            )
+            with self.lock:
+                self._keep_rest(kept, ids, keys, values, salt)
         finally:
             self._leased_bytes = 0
-            self._used(known)
+            self._used(kept)
 
-    def store_kv_blocks(
+    def _keep_rest(
         self,
-        token_ids: Sequence[int],
-        layer_keys: list[mx.array],
-        layer_values: list[mx.array],
-        *,
-        extra_hash: int = 0,
-        skip_first_n_tokens: int = 0,
-    ) -> list[Any]:
-        """Keeps full blocks, those in memory that find room; the caller releases what it gets.
-
-        Their copies are set going, and nothing waits for them.
-        """
-        first, parent = skip_first_n_tokens // BLOCK_IDS, apc.SEED_PARENT_HASH
-        layers = [*layer_keys, *layer_values]
+        kept: list[Any],
+        ids: list[int],
+        keys: list[mx.array],
+        values: list[mx.array],
+        salt: int,
+    ) -> None:
+        """Appends to `kept`, the first blocks of a row, those that follow them."""
+        layers = [*keys, *values]
         size = min(sum(layer.nbytes for layer in layers), self.memory_max_bytes)
-        kept, for_disk, copies = [], [], []
-        with self.lock:
-            self._make_room(size, retain_bytes=size)
-            for index in range(len(token_ids) // BLOCK_IDS):
-                ids = tuple(token_ids[index * BLOCK_IDS : (index + 1) * BLOCK_IDS])
-                key, before = apc._hash_tokens(parent, ids, extra_hash), parent
-                parent = key
-                if index < first:
-                    continue
-                if self.disk is not None and not self.disk.has(key):
-                    for_disk.append(apc._DiskLayerMajorBlock(key, before, extra_hash, ids, index))
-                block = self._acquired(key, ids) or self._empty_block(len(layers))
-                if block is None:
-                    continue
-                if block.block_hash is None:
-                    slabs = [apc._copy_mlx_array(layer[..., _span(index), :]) for layer in layers]
-                    self._fill(block, key, ids, slabs)
-                    copies += slabs
-                kept.append(block)
-            mx.async_eval(copies)  # type: ignore[no-untyped-call]
-            if for_disk:
-                self.disk.save_layer_major_blocks(for_disk, layer_keys, layer_values, BLOCK_IDS)
-        return kept
+        self._make_room(size, retain_bytes=size)
+        key = kept[-1].block_hash if kept else apc.SEED_PARENT_HASH
+        for_disk, copies = [], []
+        for index in range(len(kept), len(ids) // BLOCK_IDS):
+            parent, its_ids = key, tuple(ids[_span(index)])
+            key = apc._hash_tokens(parent, its_ids, salt)
+            if self.disk is not None and not self.disk.has(key):
+                for_disk.append(apc._DiskLayerMajorBlock(key, parent, salt, its_ids, index))
+            block = self._acquired(key, its_ids) or self._empty_block(len(layers))
+            if block is None:
+                continue
+            if block.block_hash is None:
+                slabs = [apc._copy_mlx_array(layer[..., _span(index), :]) for layer in layers]
+                self._fill(block, key, its_ids, slabs)
+                copies += slabs
+            kept.append(block)
+        mx.async_eval(copies)  # type: ignore[no-untyped-call]
+        if for_disk:
+            self.disk.save_layer_major_blocks(for_disk, keys, values, BLOCK_IDS)
 
     def _acquired(self, key: int, ids: tuple[int, ...]) -> Any:
         """The block that holds these ids already, or None."""

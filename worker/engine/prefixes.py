@@ -32,44 +32,41 @@ class Prefixes:
             row.cache, row.held = hit.cache, hit.length
         row.stops = self._cache.checkpoints(ids, row.held, salt)
 
-    def keep_own(self, row: Row, cache: Cache, held: int) -> None:
-        """Of a row with a cache of its own, which holds so many of its ids."""
-        self._cache.put(row.ids[:held], cache, row.request.cache_salt)
+    def keep(self, row: Row, cache: Cache, held: int, place: int | None = None) -> None:
+        """Of a row whose cache holds so many of its ids: its own, or its place in a batch's."""
+        self._cache.put(row.ids[:held], cache, row.request.cache_salt, place=place)
 
     def keep_read(self, prefill: Prefill) -> None:
         """Of a single row between two chunks; blocks at once, for all at the end take long."""
         row = prefill.rows[0]
         if self._cache.in_blocks or prefill.held in row.stops:
-            self.keep_own(row, prefill.cache, prefill.held)
+            self.keep(row, prefill.cache, prefill.held)
 
     def keep_ready(self, ready: Ready) -> None:
         """Of rows that have read all ids but their last."""
         rows, cache, merged = ready
         if self._cache.in_blocks:
             for place, row in enumerate(rows):
-                self._keep(row, cache, row.length - 1, place if merged else None)
+                self.keep(row, cache, row.length - 1, place if merged else None)
         elif any(row.length - 1 in row.stops and self._wants(row, row.length - 1) for row in rows):
             found = caches.extract(cache, range(len(rows))) if merged else [cache]
             for row, own in zip(rows, found, strict=True):
-                self.keep_own(row, own, row.length - 1)
+                self.keep(row, own, row.length - 1)
 
     def keep_leaving(self, rows: Sequence[Row], decoding: DecodeGroups) -> None:
-        """Of rows that are about to leave; those that do not decode have left nothing new."""
+        """Of rows that decode and are about to leave."""
         if self._quantises:
             return
-        wanted = [row for row in rows if self._wants(row, row.length)]
         if self._cache.in_blocks:
-            for row in wanted:
-                self._keep(row, *decoding.lend(row))
-        else:
-            for row, (cache, held) in decoding.extract(wanted).items():
-                self.keep_own(row, cache, held)
+            for row in rows:
+                self.keep(row, *decoding.lend(row))
+            return
+        wanted = [row for row in rows if self._wants(row, row.length)]
+        for row, (cache, held) in decoding.extract(wanted).items():
+            self.keep(row, cache, held)
 
     def close(self) -> None:
         self._cache.close()
 
     def _wants(self, row: Row, held: int) -> bool:
         return self._cache.wants(row.ids[:held], row.request.cache_salt)
-
-    def _keep(self, row: Row, cache: Cache, held: int, place: int | None) -> None:
-        self._cache.put(row.ids[:held], cache, row.request.cache_salt, place=place)

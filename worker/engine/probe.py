@@ -42,20 +42,21 @@ def probe(network: Any, options: CacheOptions, *, max_batch: int) -> None:
         batch = DecodeBatch(network, options)
         for length, sampling in zip(lengths, (_EVERYTHING, _GREEDY), strict=False):
             request = Admit(RowKey("probe", length), [0] * length, [], 3, sampling, frozenset())
-            ready = Prefill(network, [Row(request)], options).read(length).ready
-            assert ready is not None
-            batch.join(ready)
+            _join(batch, Prefill(network, [Row(request)], options))
         while batch.rows:
             batch.step()
 
 
 def pass_bytes(network: Any, options: CacheOptions) -> int:
-    """What can be read in the time of a decode step of a single short row."""
+    """What a GPU can read in the time of a decode step of a single short row.
+
+    0 on a CPU, where attention is not bound by memory.
+    """
+    if mx.default_device() == mx.cpu:
+        return 0
     batch, took_s = DecodeBatch(network, options), []
-    request = Admit(RowKey("step", 0), [0, 0], [], STEPS, _GREEDY, frozenset())
-    ready = Prefill(network, [Row(request)], options).read(1).ready
-    assert ready is not None
-    batch.join(ready)
+    request = Admit(RowKey("pass", 0), [0, 0], [], STEPS, _GREEDY, frozenset())
+    _join(batch, Prefill(network, [Row(request)], options))
     while batch.rows:
         started_at = time.perf_counter()
         batch.step()
@@ -76,3 +77,9 @@ def learn_pace(pace: Pace, network: Any, options: CacheOptions, context_length: 
         chunk = prefill.read(pace.ids(prefill.left, decoding=0))
         mx.eval(chunk.results)
         pace.chunk_alone(chunk.ids, time.perf_counter() - started_at)
+
+
+def _join(batch: DecodeBatch, prefill: Prefill) -> None:
+    ready = prefill.read(prefill.left).ready
+    assert ready is not None
+    batch.join(ready)
